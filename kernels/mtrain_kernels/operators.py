@@ -54,17 +54,19 @@ def differentiable(
     returns those of the inputs by argument name; an input that is absent has none.
     """
     arguments = list(inspect.signature(op._init_fn).parameters)
+    known = frozenset(arguments)
 
     def backward(ctx: Any, *of_outputs: Any) -> tuple[Any, ...]:
         found = gradients(ctx, *of_outputs)
-        if not found.keys() <= set(arguments):
+        if not found.keys() <= known:
             raise TypeError(f"{op._qualname} takes {arguments}, but has gradients of {list(found)}")
         return tuple(found.get(each) for each in arguments)
 
     op.register_autograd(backward, setup_context=save)
 
 
-def float_obstacle(*tensors: Tensor | None) -> str | None:
-    """Return why Triton kernels cannot load these tensors, or None."""
-    wrong = {str(t.dtype) for t in tensors if t is not None and t.dtype not in FLOATS}
+def float_obstacle(*given: Tensor | torch.dtype | None) -> str | None:
+    """Return why Triton kernels cannot load tensors, or numbers of a dtype; None if they can."""
+    dtypes = [each.dtype if isinstance(each, Tensor) else each for each in given]
+    wrong = {str(dtype) for dtype in dtypes if dtype is not None and dtype not in FLOATS}
     return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None

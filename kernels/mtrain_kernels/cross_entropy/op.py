@@ -51,15 +51,10 @@ def cross_entropy(
     )
     _require(logits, labels)
     reference.valid_terms(terms, columns)
-    backend = pick("cross_entropy", impl, logits.device, obstacle(logits))
+    backend = pick("cross_entropy", impl, logits.device, float_obstacle(logits))
     rows = logits.reshape(labels.numel(), logits.shape[-1])
     losses, _ = _cross_entropy(rows, labels.reshape(-1), name_of(group), *terms, backend)
     return losses.view(labels.shape)
-
-
-def obstacle(*tensors: Tensor) -> str | None:
-    """Return why the Triton kernels do not take these tensors, or None."""
-    return float_obstacle(*tensors)
 
 
 def mark_foreign(statistics: Tensor, labels: Tensor, terms: Terms) -> Tensor:

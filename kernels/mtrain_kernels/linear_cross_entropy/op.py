@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain_kernels.cross_entropy.op import obstacle
 from mtrain_kernels.cross_entropy.reference import Terms, valid_terms
 from mtrain_kernels.cross_entropy.vocabulary import name_of, size_of
 from mtrain_kernels.linear import WeightGradient
 from mtrain_kernels.linear_cross_entropy import tiles
 from mtrain_kernels.linear_cross_entropy.chunks import chunk_rows, run
 from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS
-from mtrain_kernels.operators import differentiable, operator
+from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
@@ -95,7 +94,7 @@ def linear_cross_entropy(
         )
     class_weights = _weights_of(class_weights, terms, hidden)
     _require_parts(chunk, logits)
-    backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
+    backend = pick("linear_cross_entropy", impl, hidden.device, float_obstacle(hidden, weight))
     accumulated = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     grad = torch.is_grad_enabled()
     given = (
@@ -186,7 +185,7 @@ def token_cross_entropy(
         ignore_index,
     )
     _require_parts(chunk, None)
-    backend = pick("linear_cross_entropy", impl, hidden.device, obstacle(hidden, weight))
+    backend = pick("linear_cross_entropy", impl, hidden.device, float_obstacle(hidden, weight))
     return _token_cross_entropy(
         hidden,
         weight,

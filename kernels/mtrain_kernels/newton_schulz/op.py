@@ -34,12 +34,8 @@ def newton_schulz(
             f"newton_schulz takes floats and steps from 0, not {gradient.dtype}, {dtype}, {steps}"
         )
     gradient = gradient.detach()
-    # The iteration runs in `dtype`, whatever the gradient has.
-    obstacle = float_obstacle(gradient.new_empty(0, dtype=dtype))
-    if (
-        pick("newton_schulz", impl, gradient.device, obstacle) == "reference"
-        or not gradient.numel()
-    ):
+    backend = pick("newton_schulz", impl, gradient.device, float_obstacle(dtype))
+    if backend == "reference" or not gradient.numel():
         return reference.newton_schulz(gradient, steps, eps, dtype)
     a, b, c = reference.QUINTIC
     x, tall = reference.normed(gradient.reshape(-1, *gradient.shape[-2:]), eps, dtype)

@@ -413,9 +413,9 @@ def _check_records(records: Records, data: DataConfig, folder: Path, *, train: b
     if not len(records):
         raise CorruptData(f"{records.file}: it has no record")
     if train:
-        from mtrain.data.text import tokenizer as bpe
+        from mtrain.data.text.tokenizer import train_bpe
 
-        made = bpe.train_bpe(_texts(records), data.tokenizer_vocab_size)
+        made = train_bpe(_texts(records), data.tokenizer_vocab_size)
         (folder / TOKENIZER).write_text(made.to_str(), encoding="utf-8")
     meta = {
         "kind": "image_text",

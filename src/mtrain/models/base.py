@@ -119,7 +119,7 @@ class Family:
     """None: unknown, and the plan divides `parameters` evenly."""
     alike: Alike | None = None
     """Kinds of layers by their `weights`, so that one of a kind is counted. None: each layer is."""
-    # Counts that `mtrain.models.count` cannot take from `weights`, where those are unknown.
+    # Counts of its own, which replace those that `mtrain.models.count` takes from `weights`.
     parameters: Callable[[ModelConfig], int] | None = None
     active_parameters: Callable[[ModelConfig], int] | None = None
     expert_parameters: Callable[[ModelConfig], int] | None = None
@@ -140,3 +140,10 @@ class Family:
     """
     adapted: Callable[[Iterable[Weight], RunConfig], Iterable[Weight]] | None = None
     """`weights` frozen, with those of low-rank adapters among them. None: unknown."""
+
+    def __post_init__(self) -> None:
+        """Require a source of counts: a family without one would count 0 parameters."""
+        if self.weights is None and None in (self.parameters, self.active_parameters):
+            raise TypeError(
+                f"family {self.name}: needs weights, or parameters and active_parameters"
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
@@ -37,7 +37,7 @@ class Counts:
     """Those that have neither gradient nor optimizer state."""
 
     def plus(self, other: Counts, times: int) -> Counts:
-        """Return the sum with so many times another count."""
+        """Return this count plus `times` times `other`."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return Counts(*(mine + times * its for mine, its in pairs))
 
@@ -73,17 +73,22 @@ def adapter_parameters(run: RunConfig) -> tuple[int, int]:
     family = family_of(run.model)
     if run.peft.kind is None or family.weights is None or family.adapted is None:
         return 0, 0
-    alone = one_expert(run.model)
+    model = run.model
+    alone = one_expert(model)
     # Adapters are sharded as their layers are, so they are listed in the same layout.
-    weights = family.adapted(
-        family.weights(run.model, alone, whole(run.model)),
-        run.model_copy(update={"parallel": alone}),
-    )
-    sizes = {True: 0, False: 0}
-    for weight in weights:
-        if weight.kind == "adapters":
-            sizes[".experts." in weight.name] += weight.numel
-    return sizes[False], sizes[True] * (run.model.moe.num_experts if run.model.moe else 0)
+    laid_out = run.model_copy(update={"parallel": alone})
+    listed = family.weights
+    adapted = family.adapted
+
+    def sizes(model: ModelConfig, layout: ParallelConfig, stage: Stage) -> Iterator[Weight]:
+        for weight in adapted(listed(model, layout, stage), laid_out):
+            if weight.kind == "adapters":
+                expert = ".experts." in weight.name
+                yield replace(weight, kind="experts" if expert else "mlp", frozen=False)
+
+    # One of each kind of layer: a step counts this for every length of a document.
+    found = _sum_of_layers(sizes, model, family.alike)
+    return found.parameters - found.expert_parameters, found.expert_parameters
 
 
 def counts(weights: Iterable[Weight], model: ModelConfig) -> Counts:
@@ -143,7 +148,10 @@ def counted(listed: Weights, model: ModelConfig, alike: Alike | None = None) -> 
 # no other one gets the address of one that it knows.
 @lru_cache(maxsize=16)
 def _counted(listed: Weights, alike: Alike | None, same: _Same) -> Counts:
-    model = same.model
+    return _sum_of_layers(listed, same.model, alike)
+
+
+def _sum_of_layers(listed: Weights, model: ModelConfig, alike: Alike | None) -> Counts:
     layout = one_expert(model)
     stage = whole(model)
     if alike is None:
@@ -161,10 +169,11 @@ def _counted(listed: Weights, alike: Alike | None, same: _Same) -> Counts:
 
 def _of_family(model: ModelConfig, name: str) -> int:
     family = family_of(model)
-    # A plug-in that lists no weights may count its parameters itself.
+    # A family's own count wins; a plug-in without weights has no other.
     own: Callable[[ModelConfig], int] | None = getattr(family, name)
     if own is not None:
         return own(model)
+    # `Family` allows this for experts and frozen weights only.
     if family.weights is None:
         return 0
     number: int = getattr(counted(family.weights, model, family.alike), name)

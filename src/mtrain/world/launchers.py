@@ -427,9 +427,9 @@ _LOCAL_OF_PMI = {
     "local_rank": ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     "local_size": ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
 }
-# The order matters: torchrun and mpirun may run under srun, whose variables their processes then
-# inherit, and launchers of MPI set PMI variables next to their own.
-# Readers of each launcher's variables; the first that recognises this process counts
+# Readers of each launcher's variables; the first that recognises this process counts. The order
+# matters: torchrun and mpirun may run under srun, whose variables their processes then inherit, and
+# launchers of MPI set PMI variables next to their own.
 LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
     _torchrun,
     OPEN_MPI,

@@ -152,7 +152,7 @@ def tp_vocabulary_divisibility(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def grid_size(run: RunConfig) -> Iterator[Finding]:
-    """Cannot place every rank in the grid because they are not a multiple of tp * pp * cp."""
+    """Cannot place every rank in the grid because tp * pp * cp does not divide their number."""
     p = run.parallel
     ranks = p.ranks
     if ranks > MOST_RANKS:

@@ -59,9 +59,8 @@ def open_prefix(prefix: Path) -> OpenCorpus:
     for suffix in (".bin", ".idx"):
         if not os.path.isfile(prefix.with_name(prefix.name + suffix)):
             rule = f"cannot be opened because {prefix.parent} has no file {prefix.name}{suffix}"
-            raise ConfigError.of(
-                "MT602", "prefix", str(prefix), rule, "the prefix of a .bin and an .idx", ""
-            )
+            fix = "the prefix of a .bin and an .idx"
+            raise ConfigError.of("MT602", "prefix", str(prefix), rule, fix)
     held = manifest.read_manifest(prefix)
     dataset = IndexedDataset(prefix)
     if held is not None and (wrong := held.sizes_differ(prefix)):

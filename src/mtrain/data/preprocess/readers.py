@@ -20,7 +20,7 @@ from mtrain.errors import CorruptData, MtrainError
 
 # Rows that are read at a time
 ROWS = 1024
-# Bytes of a part, about
+# The approximate number of bytes of a part
 PIECE = 8 * units.MIB
 # The place in a file at which this process stopped, and the iterator that continues from there.
 # Parquet can only be entered at row groups, so a part in the middle of one would be read again.

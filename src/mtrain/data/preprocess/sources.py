@@ -178,7 +178,7 @@ def _wrong(value: str, rule: str, fix: str) -> ConfigError:
     return ConfigError.of("MT601", "input", value, rule, fix, "command line")
 
 
-# Bytes of a unit, about: the work between two lines of the journal
+# The approximate number of bytes of a unit, which is the work between two lines of the journal
 UNIT = 4 * units.MIB
 BLOCK = units.MIB
 # The most bytes of a tar's header that holds a long name

@@ -423,18 +423,25 @@ def _tokenize(
     data: DataConfig, text: TextCorpus, folder: Path, given: Path | None
 ) -> dict[str, Any]:
     """Encode all documents with the given tokenizer or one trained now, and write everything."""
-    from mtrain.data.text import tokenizer as bpe
-    from mtrain.data.text.tokenizer import Tokenizer, end_of_document_id
+    import tokenizers
+
+    from mtrain.data.text.tokenizer import (
+        EOD,
+        Tokenizer,
+        encode_documents,
+        end_of_document_id,
+        train_bpe,
+    )
 
     started = time.monotonic()
     if given is None:
-        tokenizer = bpe.train_bpe((t for _, t in text), data.tokenizer_vocab_size)
-        eod = bpe.EOD
+        tokenizer = train_bpe((t for _, t in text), data.tokenizer_vocab_size)
+        eod = EOD
         tokenizer_bytes = tokenizer.to_str().encode()
         vocab_size = tokenizer.get_vocab_size()
     else:
         loaded = Tokenizer(given)
-        tokenizer = bpe.tokenizers.Tokenizer.from_str(given.read_text(encoding="utf-8"))
+        tokenizer = tokenizers.Tokenizer.from_str(given.read_text(encoding="utf-8"))
         eod = end_of_document_id(loaded)
         tokenizer_bytes = given.read_bytes()
         vocab_size = loaded.vocab_size
@@ -455,7 +462,7 @@ def _tokenize(
 
     writer = IndexedWriter(folder / "tokens", token_dtype(vocab_size))
     with writer:
-        for batch in bpe.encode_documents(tokenizer, texts(), eod):
+        for batch in encode_documents(tokenizer, texts(), eod):
             counts += np.bincount(batch.tokens, minlength=vocab_size)
             writer.add(batch.tokens, batch.lengths)
         sha256 = writer.close()

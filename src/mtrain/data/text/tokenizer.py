@@ -114,7 +114,7 @@ def _is_charsmap(value: Any) -> bool:
 
 @contextmanager
 def named_faults(file: str | Path, what: str) -> Iterator[None]:
-    """Turn errors of a tokenizer's library into CorruptData."""
+    """Turn errors of a library into CorruptData; its own errors and MemoryError pass through."""
     try:
         yield
     except (MtrainError, MemoryError):

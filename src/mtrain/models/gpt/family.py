@@ -1,5 +1,5 @@
-"""Decoder-only transformers: GPT, Llama and Qwen, Mixtral, OLMo and DeepSeek, hybrids with linear
-layers.
+"""Decoder-only transformers: dense or with experts, with softmax, latent or linear attention, with
+or without layers of multi-token prediction.
 """
 
 from mtrain.models.base import Family

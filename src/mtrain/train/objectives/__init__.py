@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrain.config.machine import installed
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import ConfigError
+from mtrain.errors import ConfigError, Problem
 from mtrain.models.registry import family_of
 
 SUM = "sum"
@@ -97,26 +97,42 @@ def objective_of(run: RunConfig) -> Objective:
 
 def _require_logits(run: RunConfig) -> None:
     """Raise ConfigError for a run whose model does not return logits, or whose other terms of the
-    loss would silently be left out.
+    loss would silently be left out. It names every reason.
     """
     family = family_of(run.model)
-    refusals = {
-        "the plan counts logits only with kernels.loss=megatron. Set that": (
-            run.kernels.loss != "megatron"
+    next_token = family.writes and family.tokens_alone(run.model)
+    reasons = (
+        (
+            run.kernels.loss != "megatron",
+            f"the plan counts logits only with kernels.loss=megatron (it is {run.kernels.loss})",
+            "kernels.loss=megatron",
         ),
-        f"a model of the family {run.model.family} has other losses too. Use next_token": not (
-            family.writes and family.tokens_alone(run.model)
+        (
+            not next_token,
+            f"models of the family {run.model.family} have other losses too",
+            "trainer.objective=next_token",
         ),
-        "losses of multi-token prediction need the model's own. Use model.mtp_num_layers=null": (
-            bool(run.model.mtp_num_layers)
+        (
+            bool(run.model.mtp_num_layers),
+            f"multi-token prediction needs the model's loss (layers: {run.model.mtp_num_layers})",
+            "model.mtp_num_layers=null",
         ),
-        "z-loss is computed by the model. Use trainer.z_loss_coeff=null": (
-            bool(run.trainer.z_loss_coeff)
+        (
+            bool(run.trainer.z_loss_coeff),
+            f"the model computes the z-loss (trainer.z_loss_coeff={run.trainer.z_loss_coeff})",
+            "trainer.z_loss_coeff=null",
         ),
-        "the model counts accurate tokens. Use log.token_accuracy=false": run.log.token_accuracy,
-    }
-    for reason, applies in refusals.items():
-        if applies:
-            raise ConfigError(
-                f"trainer.objective={run.trainer.objective}: cannot read logits because {reason}"
-            )
+        (
+            run.log.token_accuracy,
+            "the model counts accurate tokens (log.token_accuracy=true)",
+            "log.token_accuracy=false",
+        ),
+    )
+    name = run.trainer.objective
+    problems = [
+        Problem("MT127", "trainer.objective", name, f"cannot read logits because {reason}", fix)
+        for applies, reason, fix in reasons
+        if applies
+    ]
+    if problems:
+        raise ConfigError(problems)

@@ -1,7 +1,7 @@
 """A stop for runs whose loss has risen and stays high.
 
-A loss that is not finite ends every run; one that jumps to twice its course and stays there wastes
-the rest of the run just as well, and a night of it where nobody looks.
+Every run ends when its loss is not finite. A loss that doubles and stays there wastes the rest of
+the run as well, and nobody may notice for hours.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.result import StepResult
 
 WINDOW = 100
-"""Steps whose median loss later ones are compared with; before so many, nothing is."""
+"""The number of steps whose median loss is the reference; no check happens before as many."""
 FACTOR = 2.0
-"""Times that median: noise between batches stays far below."""
+"""The factor of the median that counts as high; noise between batches stays far below it."""
 PATIENCE = 10
-"""Steps in a row above it that end the run: one bad batch does not."""
+"""Consecutive high steps that end the run; a single bad batch does not."""
 
 
 class LossSpikes(Hook):
@@ -32,7 +32,7 @@ class LossSpikes(Hook):
         self.above = 0
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
-        """Compare the loss, which is the same on every rank: all of them stop here.
+        """Compare the loss. It is the same on every rank, so all ranks stop at the same step.
 
         Raises:
             TrainingError: the loss stayed high. The steps since the last checkpoint are not saved.
@@ -57,7 +57,7 @@ class LossSpikes(Hook):
         return {"losses": list(self.losses), "above": self.above}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the window of the run that is resumed."""
+        """Continue with the window of the resumed run."""
         self.losses.extend(state["losses"])
         self.above = state["above"]
 
