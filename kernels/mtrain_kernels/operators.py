@@ -14,9 +14,60 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """Formats that the Triton kernels load and store."""
 
 
+class Operator:
+    """A function that is also `torch.ops.mtrain.NAME`.
+
+    A call in eager mode runs the function itself: registration with torch costs the host about as
+    much as everything else around a small kernel. Compilers, exporters, dispatch modes, meta
+    tensors and `torch.func` see the operator.
+    """
+
+    def __init__(self, op: CustomOpDef, mutated: Sequence[int]) -> None:
+        self.op = op
+        self.function = op._init_fn
+        self.arguments = list(inspect.signature(self.function).parameters)
+        self.mutated = tuple(mutated)
+        self.direct: type[torch.autograd.Function] | None = None
+        """The same gradients as those that are registered, for calls in eager mode."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Compute the operator; arguments are given by position."""
+        if torch.compiler.is_compiling() or _observed(args):
+            return self.op(*args)
+        if torch.is_grad_enabled():
+            if self.direct is not None:
+                return self.direct.apply(*args)
+            if _differentiated(args):
+                # The registered operator refuses to be differentiated, as it should.
+                return self.op(*args)
+        result = self.function(*args)
+        for place in self.mutated:
+            _written(args[place])
+        return result
+
+
+def _observed(args: tuple[Any, ...]) -> bool:
+    """Return whether somebody has to see an operator instead of what it does."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(isinstance(value, Tensor) and value.is_meta for value in args[:1])
+    )
+
+
+def _differentiated(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in args)
+
+
+def _written(value: Tensor | Sequence[Tensor]) -> None:
+    """Tell autograd that memory has changed, so that it refuses to use what it saved of it."""
+    for tensor in (value,) if isinstance(value, Tensor) else value:
+        torch.autograd.graph.increment_version(tensor)
+
+
 def operator(
     name: str, *, shapes: Callable[..., Any] | None = None, mutates: Sequence[str] = ()
-) -> Callable[[Callable[..., Any]], CustomOpDef]:
+) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated function as `torch.ops.mtrain.NAME`.
 
     `shapes` returns empty tensors like the results, from those arguments of the function that it
@@ -24,7 +75,7 @@ def operator(
     the function changes in place. Raises `TypeError` if `shapes` reads an unknown argument.
     """
 
-    def register(function: Callable[..., Any]) -> CustomOpDef:
+    def register(function: Callable[..., Any]) -> Operator:
         op = torch.library.custom_op(f"mtrain::{name}", function, mutates_args=tuple(mutates))
         arguments = list(inspect.signature(function).parameters)
         read = list(inspect.signature(shapes).parameters) if shapes else []
@@ -37,13 +88,13 @@ def operator(
             return shapes(*(values[place] for place in places)) if shapes else None
 
         op.register_fake(fake)
-        return op
+        return Operator(op, [arguments.index(each) for each in mutates])
 
     return register
 
 
 def differentiable(
-    op: CustomOpDef,
+    operator: Operator,
     *,
     save: Callable[[Any, tuple[Any, ...], Any], None],
     gradients: Callable[..., dict[str, Any]],
@@ -53,20 +104,39 @@ def differentiable(
     `save(ctx, inputs, output)` keeps what the backward needs. `gradients(ctx, *of_outputs)`
     returns those of the inputs by argument name; an input that is absent has none.
     """
-    arguments = list(inspect.signature(op._init_fn).parameters)
+    arguments = operator.arguments
     known = frozenset(arguments)
 
     def backward(ctx: Any, *of_outputs: Any) -> tuple[Any, ...]:
         found = gradients(ctx, *of_outputs)
         if not found.keys() <= known:
-            raise TypeError(f"{op._qualname} takes {arguments}, but has gradients of {list(found)}")
-        return tuple(found.get(each) for each in arguments)
+            name = operator.op._qualname
+            raise TypeError(f"{name} takes {arguments}, but has gradients of {list(found)}")
+        return tuple(map(found.get, arguments))
 
-    op.register_autograd(backward, setup_context=save)
+    operator.op.register_autograd(backward, setup_context=save)
+    # autograd.Function does not look into lists of tensors.
+    if any(argument.type.kind() == "ListType" for argument in _schema(operator).arguments):
+        return
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        result = operator.function(*args)
+        save(ctx, args, result)
+        return result
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    operator.direct = type(f"{operator.function.__name__}_direct", (torch.autograd.Function,), body)
+
+
+def _schema(operator: Operator) -> Any:
+    return operator.op._opoverload._schema
 
 
 def float_obstacle(*given: Tensor | torch.dtype | None) -> str | None:
     """Return why Triton kernels cannot load tensors, or numbers of a dtype; None if they can."""
-    dtypes = [each.dtype if isinstance(each, Tensor) else each for each in given]
-    wrong = {str(dtype) for dtype in dtypes if dtype is not None and dtype not in FLOATS}
+    wrong = set()
+    for each in given:
+        dtype = each.dtype if isinstance(each, Tensor) else each
+        if dtype is not None and dtype not in FLOATS:
+            wrong.add(str(dtype))
     return f"{', '.join(sorted(wrong))} is not fp32, fp16 or bf16" if wrong else None

@@ -190,7 +190,13 @@ def pick(
     cpu_obstacle: str | None = None,
 ) -> str:
     """Return the name that `choose` returns; for use inside ops, also under torch.compile."""
-    return choose(ops()[name], impl, device, obstacle, cpu_obstacle)[0]
+    op = ops()[name]
+    named = op.implementations.get(impl)
+    against = {"reference": None, "cpu": cpu_obstacle}.get(impl, obstacle)
+    # Each call of an op comes by here, so the usual answer builds no reasons.
+    if named is not None and against is None and named.obstacle(device) is None:
+        return impl
+    return choose(op, impl, device, obstacle, cpu_obstacle)[0]
 
 
 def choose(

@@ -137,13 +137,13 @@ def test_activation_passes_torch_registration() -> None:
     for kind, weighted in (("swiglu", True), ("squared_relu", False)):
         found = inputs((5, 18), weighted=weighted)
         arguments = (found["x"], found.get("weight"), kind, 1.0, 2.0)
-        torch.library.opcheck(op._activation, arguments)
+        torch.library.opcheck(op._activation.op, arguments)
         backward = tuple(
             a.detach() if isinstance(a, Tensor) else a
             for a in (op._activation(*arguments), *arguments)
         )
         torch.library.opcheck(
-            op._activation_backward, backward, test_utils=("test_schema", "test_faketensor")
+            op._activation_backward.op, backward, test_utils=("test_schema", "test_faketensor")
         )
 
 

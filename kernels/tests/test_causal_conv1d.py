@@ -147,7 +147,7 @@ def test_causal_conv1d_seeded_bug_is_found(old: str, new: str) -> None:
 @pytest.mark.full
 def test_causal_conv1d_passes_torch_registration() -> None:
     found = inputs(bias=False)
-    torch.library.opcheck(op._conv, (found["x"], found["weight"], None, found["segments"], True))
+    torch.library.opcheck(op._conv.op, (found["x"], found["weight"], None, found["segments"], True))
 
 
 @pytest.mark.full

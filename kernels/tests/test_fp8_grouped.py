@@ -325,8 +325,10 @@ def test_fp8_grouped_passes_registration_and_refuses_unfit() -> None:
     checks = ("test_schema", "test_faketensor")
     for impl in ("triton", "reference"):
         arguments = (x, None, ends, None, "e4m3", True, True, True, False, impl)
-        torch.library.opcheck(products._rows, arguments, test_utils=checks)
-        torch.library.opcheck(products._weights, (weights, "e4m3", False, impl), test_utils=checks)
+        torch.library.opcheck(products._rows.op, arguments, test_utils=checks)
+        torch.library.opcheck(
+            products._weights.op, (weights, "e4m3", False, impl), test_utils=checks
+        )
     for change, said in (
         ({"recipe": Recipe("mx")}, "no recipe"),
         ({"share": torch.ones(7)}, "swiglu names"),

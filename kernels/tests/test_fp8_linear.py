@@ -226,7 +226,7 @@ def test_fp8_linear_passes_registration_and_refuses_unfit() -> None:
     given: dict[str, Any] = operands(5, 6, 130, ("1x128", "128x128"))
     arguments = (*given.values(), torch.bfloat16, "triton")
     # others multiply what FP8 has not
-    torch.library.opcheck(op._product, arguments, test_utils="test_faketensor")
+    torch.library.opcheck(op._product.op, arguments, test_utils="test_faketensor")
     with pytest.raises(ValueError, match="must be"):
         op.scaled_product(given["a"], given["a_scale"], given["b"][:, :9], given["b_scale"])
     with pytest.raises(ValueError, match="belongs to no blocks"):

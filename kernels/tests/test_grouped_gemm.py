@@ -151,7 +151,7 @@ def test_grouped_gemm_passes_torch_registration(implementation: str) -> None:
     found = inputs([3, 0, 2], (8, 16), torch.bfloat16, rest=3)
     ends = found["counts"].cumsum(0).int()
     torch.library.opcheck(
-        products._grouped,
+        products._grouped.op,
         (found["x"], [found["weight"]], ends, implementation),
         rtol=1e-2,
         atol=1e-2,

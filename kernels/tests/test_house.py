@@ -50,7 +50,8 @@ def _is_readable(path: Path) -> None:
     ), f"{path}: a name says what is in the file"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            kernel = any("jit" in each or each == "kernel" for each in decorators)
             length = (node.end_lineno or 0) - node.lineno + 1
             allowed = KERNEL_LINES if kernel else FUNCTION_LINES
             if isinstance(node, ast.FunctionDef):

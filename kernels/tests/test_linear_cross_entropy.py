@@ -205,9 +205,9 @@ def test_linear_cross_entropy_passes_opcheck(impl):
     settings = ("", False, *Terms(40, 0.1, 1e-3, 5.0), 3)
     for wide, classes in ((False, None), (True, torch.rand(40))):
         rest = (*settings, 0, wide, True, True, False, wide, impl)
-        torch.library.opcheck(op._linear_cross_entropy, (*given.values(), classes, *rest))
+        torch.library.opcheck(op._linear_cross_entropy.op, (*given.values(), classes, *rest))
     given.pop("token_weights")
-    torch.library.opcheck(op._token_cross_entropy, (*given.values(), None, *settings, impl))
+    torch.library.opcheck(op._token_cross_entropy.op, (*given.values(), None, *settings, impl))
 
 
 def test_linear_cross_entropy_non_finite_shows():

@@ -197,9 +197,9 @@ def test_moe_permute_seeded_bug_is_found(old: str, new: str) -> None:
 def test_moe_permute_passes_torch_registration() -> None:
     forth, back = inputs()
     made = forth["plan"]
-    torch.library.opcheck(op._permute, (forth["x"], made.position, made.source))
+    torch.library.opcheck(op._permute.op, (forth["x"], made.position, made.source))
     torch.library.opcheck(
-        op._unpermute, (back["rows"], made.position, made.source, back["weights"])
+        op._unpermute.op, (back["rows"], made.position, made.source, back["weights"])
     )
 
 

@@ -227,7 +227,7 @@ def test_moe_router_passes_torch_registration() -> None:
         found["group_topk"],
         2,
     )
-    torch.library.opcheck(op._router, arguments)
+    torch.library.opcheck(op._router.op, arguments)
 
 
 def test_moe_router_unfit_is_refused() -> None:

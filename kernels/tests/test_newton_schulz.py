@@ -148,4 +148,4 @@ def test_newton_schulz_passes_torch_registration() -> None:
     from mtrain_kernels.newton_schulz.op import _symmetric_product
 
     square = drawn(2, 5, 5)
-    torch.library.opcheck(_symmetric_product, (drawn(2, 5, 7), square + square.mT, 2.0, 1.0))
+    torch.library.opcheck(_symmetric_product.op, (drawn(2, 5, 7), square + square.mT, 2.0, 1.0))

@@ -173,12 +173,12 @@ def test_norm_passes_torch_registration(full: bool) -> None:
         False,
         full,
     )
-    torch.library.opcheck(op._norm, arguments)
+    torch.library.opcheck(op._norm.op, arguments)
     _, total, mean, rstd = (t.detach() for t in op._norm(*arguments))
     x, dtotal = (total, total) if full else (found["x"].detach(), None)
     backward = (x, dtotal, x, found["weight"].detach(), mean, rstd, full, False, full)
     torch.library.opcheck(
-        op._norm_backward, backward, test_utils=("test_schema", "test_faketensor")
+        op._norm_backward.op, backward, test_utils=("test_schema", "test_faketensor")
     )
 
 

@@ -246,14 +246,17 @@ def test_norm_operand_passes_torch_registration() -> None:
     given = inputs((5, 17), True)
     arguments = *(given[name] for name in ("x", "residual", "weight", "bias", "eps")), True, True
     one = torch.ones(1, device=DEVICE)
-    torch.library.opcheck(operand._norm_operand, (*arguments, "blocks", "e4m3", "1x128", None))
+    made = operand._norm_operand.op
+    torch.library.opcheck(made, (*arguments, "blocks", "e4m3", "1x128", None))
     quick: Any = {"test_utils": ("test_schema", "test_faketensor")}
-    torch.library.opcheck(operand._norm_operand, (*arguments, "tensor", "e5m2", "", one), **quick)
+    torch.library.opcheck(
+        operand._norm_operand.op, (*arguments, "tensor", "e5m2", "", one), **quick
+    )
     x, weight, bias = (given[name].detach() for name in ("x", "weight", "bias"))
     rows = torch.ones(5, device=DEVICE)
     for multiplier in (one, None):
         kept = x, rows, rows, weight, bias, multiplier, True, torch.bfloat16, "e4m3", "1x128", True
-        torch.library.opcheck(operand._codes, kept, **quick)
+        torch.library.opcheck(operand._codes.op, kept, **quick)
 
 
 def test_norm_operand_unfit_is_refused() -> None:

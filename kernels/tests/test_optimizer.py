@@ -223,9 +223,9 @@ def test_optimizer_norm_and_clipping_equal_torch(impl):
 def test_optimizer_passes_opcheck(impl):
     lists = make("eight bits", (3, 200))
     args = (*map(list, lists), [0, 1], torch.tensor(0.5), None, *HYPER, impl)
-    torch.library.opcheck(op._adamw, args)
-    torch.library.opcheck(op._grad_norm, (lists.grads, impl))
-    torch.library.opcheck(op._scale, (lists.grads, torch.tensor(0.5), impl))
+    torch.library.opcheck(op._adamw.op, args)
+    torch.library.opcheck(op._grad_norm.op, (lists.grads, impl))
+    torch.library.opcheck(op._scale.op, (lists.grads, torch.tensor(0.5), impl))
 
 
 @pytest.mark.sampled(4)

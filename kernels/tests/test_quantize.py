@@ -226,13 +226,13 @@ def test_quantize_round_trip_is_near(scale):
 def test_quantize_passes_opcheck(backend):
     x = numbers(4, 32, torch.bfloat16).nan_to_num(0, 1, 1)
     run = torch.library.opcheck
-    run(op._tensorwise, (x, None, "e4m3", True, False, backend))
-    run(op._blocks, (x, "e4m3", "mx", True, True, backend))
+    run(op._tensorwise.op, (x, None, "e4m3", True, False, backend))
+    run(op._blocks.op, (x, "e4m3", "mx", True, True, backend))
     q, scale, *_ = op._blocks(x, "e4m3", "1x128", False, False, "reference")
-    run(op._dequantize, (q, scale, "e4m3", "1x128", torch.bfloat16, backend))
-    run(op._nvfp4, (x, backend))
-    run(op._nvfp4_dequantize, (*op._nvfp4(x, "reference"), torch.bfloat16, backend))
-    run(op._amax, (x, True, backend))
+    run(op._dequantize.op, (q, scale, "e4m3", "1x128", torch.bfloat16, backend))
+    run(op._nvfp4.op, (x, backend))
+    run(op._nvfp4_dequantize.op, (*op._nvfp4(x, "reference"), torch.bfloat16, backend))
+    run(op._amax.op, (x, True, backend))
 
 
 def square(layout: str, format: str = "e4m3", shape: tuple[int, int] = (130, 140)) -> Any:

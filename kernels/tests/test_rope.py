@@ -189,11 +189,11 @@ def test_rope_passes_torch_registration() -> None:
             False,
             False,
         )
-        torch.library.opcheck(op._rope, arguments)
+        torch.library.opcheck(op._rope.op, arguments)
     x, weight, *rest = arguments[:-1]
     backward = (x.detach(), x.detach(), weight.detach(), *rest)
     torch.library.opcheck(
-        op._rope_norm_backward, backward, test_utils=("test_schema", "test_faketensor")
+        op._rope_norm_backward.op, backward, test_utils=("test_schema", "test_faketensor")
     )
 
 

@@ -146,7 +146,7 @@ def test_rope_packed_passes_torch_registration() -> None:
             1e-6,
             False,
         )
-        torch.library.opcheck(packed._packed, given)
+        torch.library.opcheck(packed._packed.op, given)
 
 
 def test_rope_packed_unfit_is_refused() -> None:

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.activation.reference import GATED
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, power_of_two, sigmoid
 
 ELEMENTS = 4096  # outputs of one tile
@@ -56,7 +57,7 @@ def _up(u, limit, CLAMPED: tl.constexpr):
     return u
 
 
-@triton.jit
+@kernel
 def forward_kernel(
     x_ptr,
     weight_ptr,
@@ -90,7 +91,7 @@ def forward_kernel(
     tl.store(y_ptr + row * width + column, cast(y, y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def backward_kernel(
     dy_ptr,
     x_ptr,

@@ -25,6 +25,7 @@ from mtrain_kernels.attention.triton import (
     dense_rows,
     token_major,
 )
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of
 
 
@@ -64,7 +65,7 @@ def _queries_over_keys(
     return d_q, d_q2
 
 
-@triton.jit
+@kernel
 def queries_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, lse_ptr, d_out_ptr, d_lse_ptr, d_q_ptr, delta_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
@@ -138,7 +139,7 @@ def queries_kernel(
         _store(d_q_ptr, d_q2 * scale, start, g_row, s, d, M, D, D2)
 
 
-@triton.jit
+@kernel
 def keys_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lse_ptr, delta_ptr, d_out_ptr, d_k_ptr, d_v_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_batch, d_head, d_row,

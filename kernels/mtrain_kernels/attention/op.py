@@ -78,7 +78,9 @@ def attention(
     if name == "triton":
         seen = Seen.of(call.keys, call.window, cu_seqlens)
         return flash.attention(q, k, v, seen=seen, sink=sink, softcap=softcap, scale=scale)
-    mask = backends.seen(call, mask, cu_seqlens, q.device)
+    # A mask of all pairs, which takes longer than a small attention, only for those that need it.
+    if name == "reference" or call.window != (-1, 0) or not call.dense:
+        mask = backends.seen(call, mask, cu_seqlens, q.device)
     if name == "reference":
         return reference.attention(
             q, k, v, mask=mask, sink=sink, scale=scale, softcap=softcap, dropout_p=dropout_p
@@ -208,6 +210,28 @@ def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[
     """
     if call.device != "cuda" or not call.dense or call.sink or torch.compiler.is_compiling():
         return ()
+    # torch decides by what is compared here. Asking it takes the host longer than attention takes
+    # a GPU, because its reasons are warnings.
+    key = (
+        call,
+        *(x.stride() for x in (q, k, v)),
+        *(x.requires_grad for x in (q, k, v)),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+    )
+    if key not in _torch_said:
+        if len(_torch_said) >= MOST_CALLS:
+            _torch_said.clear()
+        _torch_said[key] = _asked_of_torch(q, k, v, call)
+    return _torch_said[key]
+
+
+MOST_CALLS = 1024
+_torch_said: dict[tuple[Any, ...], tuple[tuple[str, str], ...]] = {}
+
+
+def _asked_of_torch(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:
     causal = call.window[1] == 0
     grouped = call.heads != call.kv_heads
     params = torch.backends.cuda.SDPAParams(q, k, v, None, call.dropout_p, causal, grouped)

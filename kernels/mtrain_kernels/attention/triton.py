@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.attention.tiles import Tile, Widths, tile_for
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of
 
 # Log-sum-exp of a query without visible keys; finite, because other code subtracts it.
@@ -145,7 +146,7 @@ def _over_keys(
     return total, top, acc
 
 
-@triton.jit
+@kernel
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, sink_ptr, table_ptr, out_ptr, lse_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,

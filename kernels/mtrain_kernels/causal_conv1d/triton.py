@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two, sigmoid
 
 RUN = 8  # times in a row that a thread holds, 16 bytes of half precision; no convolution is wider
@@ -105,7 +106,7 @@ def _parameters(weight_ptr, bias_ptr, channel, live, WIDTH: tl.constexpr, BIAS: 
     return weights, bias
 
 
-@triton.jit
+@kernel
 def conv_kernel(
     x_ptr,
     weight_ptr,
@@ -150,7 +151,7 @@ def conv_kernel(
     )
 
 
-@triton.jit
+@kernel
 def conv_backward_kernel(
     d_y_ptr,
     x_ptr,

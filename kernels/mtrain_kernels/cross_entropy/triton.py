@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.cross_entropy.reference import Terms, shares
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, exp2, on_device_of, reciprocal
 
 COLUMNS = 8192  # of a row in the registers of one program
@@ -84,7 +85,7 @@ def _finite(x):
     return tl.where(tl.abs(x) == float("inf"), 0.0, x)
 
 
-@triton.jit
+@kernel
 def statistics_kernel(
     logits_ptr, labels_ptr, class_weights_ptr, out_ptr, rows, columns, stride, first, soft_cap,
     COLUMNS: tl.constexpr,
@@ -139,7 +140,7 @@ def statistics_kernel(
         )
 
 
-@triton.jit
+@kernel
 def gradient_kernel(
     logits_ptr, labels_ptr, lse_ptr, factor_ptr, share_ptr, hit_ptr, class_weights_ptr, out_ptr,
     columns, stride, out_stride, first, ignore_index, smoothing, smoothing_share, z_loss, soft_cap,

@@ -16,6 +16,7 @@ from torch import Tensor
 from mtrain_kernels.fp8_grouped.reference import BLOCK, blocks_of
 from mtrain_kernels.grouped_gemm.places import Places
 from mtrain_kernels.grouped_gemm.triton import _bounds, _place
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.quantize.formats import FORMATS
 from mtrain_kernels.quantize.tile_triton import dealt, in_order
 from mtrain_kernels.quantize.triton import encode, greatest_finite, groups, load_tile, scales
@@ -58,7 +59,7 @@ def _rows_tile(
     return x
 
 
-@triton.jit
+@kernel
 def rows_amax_kernel(
     x_ptr, share_ptr, ends_ptr, amax_ptr, rows, columns, stride, GROUPS: tl.constexpr,
     G: tl.constexpr,
@@ -74,7 +75,7 @@ def rows_amax_kernel(
     tl.atomic_max(amax_ptr + group, tl.max(greatest_finite(x, 1), 0), mask=group < GROUPS)
 
 
-@triton.jit
+@kernel
 def quantize_rows_kernel(
     x_ptr, share_ptr, ends_ptr, amax_ptr, q_ptr, scale_ptr, turned_ptr, turned_scale_ptr, rows,
     columns, stride,
@@ -138,7 +139,7 @@ def quantize_rows_kernel(
             tl.store(at, scale, mask=(column < columns)[None, :])
 
 
-@triton.jit
+@kernel
 def weights_amax_kernel(
     w_ptr, offsets_ptr, amax_ptr, n, k, step, TABLE: tl.constexpr, ALIGNED: tl.constexpr,
     SIDE: tl.constexpr
@@ -154,7 +155,7 @@ def weights_amax_kernel(
     tl.atomic_max(amax_ptr + group, tl.max(greatest_finite(x, 1), 0))
 
 
-@triton.jit
+@kernel
 def quantize_weights_kernel(
     w_ptr, offsets_ptr, amax_ptr, q_ptr, scale_ptr, turned_ptr, turned_scale_ptr, n, k, step,
     ONE: tl.constexpr,

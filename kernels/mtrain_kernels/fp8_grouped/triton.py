@@ -27,6 +27,7 @@ from mtrain_kernels.grouped_gemm.triton import (
     _w_tile,
     _x_tile,
 )
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import (
     INTERPRETED,
     capability,
@@ -46,7 +47,7 @@ def _part(a, b):
     return tl.dot(a, b)
 
 
-@triton.jit
+@kernel
 def rows_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, ends_ptr, y_ptr, rows, n, k, GROUPS: tl.constexpr,
     G: tl.constexpr,
@@ -103,7 +104,7 @@ def rows_kernel(
     _clear(y_ptr, ends_ptr, rows, n, GROUPS, CLEARED)
 
 
-@triton.jit
+@kernel
 def weights_kernel(
     d_ptr, d_scale_ptr, x_ptr, x_scale_ptr, ends_ptr, d_w_ptr, offsets_ptr, rows, n, k, blocks,
     step,

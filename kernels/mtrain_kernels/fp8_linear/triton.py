@@ -8,18 +8,18 @@ arXiv:2412.19437, 3.3.2).
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.fp8_linear.reference import rows_of
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import INTERPRETED, cast, ceil_div, on_device_of
 
 TILE = 128
 GROUP = 8  # tiles of rows that run side by side, so that operands are read from the cache
 
 
-@triton.jit
+@kernel
 def scaled_product_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, y_ptr, m, n, k, a_row, b_row, a_blocks, b_blocks,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE: tl.constexpr, ACROSS: tl.constexpr,

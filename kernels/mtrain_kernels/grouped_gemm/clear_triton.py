@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from mtrain_kernels.grouped_gemm.triton import CLEARED, _clear
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import on_device_of, processors
 
 
-@triton.jit
+@kernel
 def clear_kernel(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.constexpr):
     """Call `_clear` after a product of another library."""
     _clear(y_ptr, ends_ptr, rows, n, GROUPS, SIZE)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mtrain_kernels.activation.triton import _up, _value_and_slope
 from mtrain_kernels.grouped_gemm.places import Places
 from mtrain_kernels.grouped_gemm.tiles import Tile, tile_for
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of, power_of_two, processors
 
 CLEARED = 4096  # elements of rows of nobody that a program clears at once
@@ -117,7 +118,7 @@ def _w_tile(
     return tile
 
 
-@triton.jit
+@kernel
 def rows_kernel(
     x_ptr,
     w_ptr,
@@ -200,7 +201,7 @@ def rows_kernel(
     _clear(y_ptr, ends_ptr, rows, n, GROUPS, CLEARED)
 
 
-@triton.jit
+@kernel
 def gated_kernel(
     x_ptr,
     w_ptr,
@@ -298,7 +299,7 @@ def gated_kernel(
     _clear(y_ptr, ends_ptr, rows, width, GROUPS, CLEARED)
 
 
-@triton.jit
+@kernel
 def weights_kernel(
     d_y_ptr,
     x_ptr,

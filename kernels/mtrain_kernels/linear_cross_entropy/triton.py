@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mtrain_kernels.cross_entropy.reference import Terms
 from mtrain_kernels.cross_entropy.triton import LOG2E, bend
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.linear_cross_entropy.tiles import Tile
 from mtrain_kernels.runtime import cast, ceil_div, dot, on_device_of
 
@@ -28,7 +29,7 @@ def _place(GROUP: tl.constexpr, tall, wide):
     return begin + inner % rows, inner // rows
 
 
-@triton.jit
+@kernel
 def product_kernel(
     x_ptr, weight_ptr, labels_ptr, class_weights_ptr, logits_ptr, out_ptr,
     rows, columns, k, x_stride, weight_stride, logits_stride, first, soft_cap,

@@ -5,16 +5,16 @@ the same bits.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two
 
 ELEMENTS = 4096  # values that one program holds
 
 
-@triton.jit
+@kernel
 def spread_kernel(
     tokens_ptr,
     source_ptr,
@@ -66,7 +66,7 @@ def spread_kernel(
         tl.store(d_weights_ptr + source, cast(dot, d_weights_ptr.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@kernel
 def combine_kernel(
     rows_ptr,
     position_ptr,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two, sigmoid
 
 # the key of what must not be chosen, below that of minus infinity
@@ -94,7 +95,7 @@ def _open_groups(
     return tl.reshape(tl.where(taken[:, :, None], keys, LEAST), (T, G * S))
 
 
-@triton.jit
+@kernel
 def route_kernel(
     logits_ptr,
     bias_ptr,
@@ -151,7 +152,7 @@ def route_kernel(
     tl.atomic_add(counts_ptr + at_expert, count.to(tl.int64), mask=count > 0)
 
 
-@triton.jit
+@kernel
 def route_backward_kernel(
     logits_ptr,
     indices_ptr,

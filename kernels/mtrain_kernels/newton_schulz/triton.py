@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import GRID, INTERPRETED, cast, ceil_div, on_device_of
 
 TILE = 128
@@ -29,7 +30,7 @@ def _lower(tile):
     return row, tile - row * (row + 1) // 2
 
 
-@triton.jit
+@kernel
 def symmetric_kernel(
     x_ptr, added_ptr, y_ptr, m, k, alpha, beta,
     ADDED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,

@@ -6,10 +6,10 @@ A program that holds whole rows sees too few of them for the blocks of a transpo
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
 from mtrain_kernels.quantize.tile_triton import dealt, in_order
 from mtrain_kernels.quantize.triton import SIDE, encode, groups, scale_dtype
@@ -18,7 +18,7 @@ from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, rounde
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@triton.jit
+@kernel
 def operand_kernel(
     x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, multiplier_ptr, q_ptr, scale_ptr, rows, width,
     stride,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS
 from mtrain_kernels.quantize.triton import encode, finite, scales
 from mtrain_kernels.runtime import as_rows, cast, ceil_div, on_device_of, processors, tile
@@ -34,7 +35,7 @@ def _along(x, ROWS: tl.constexpr):
     return along
 
 
-@triton.jit
+@kernel
 def forward_kernel(
     x_ptr,
     residual_ptr,
@@ -168,7 +169,7 @@ def _store_dx(
     tl.store(dx_ptr + row * width + column, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     rows, width, dy_stride, dtotal_stride, x_stride,
@@ -227,7 +228,7 @@ def backward_kernel(
         )
 
 
-@triton.jit
+@kernel
 def wide_backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr,
     rows, width, dy_stride, dtotal_stride, x_stride,
@@ -315,12 +316,13 @@ def forward(
     # At least as wide as a group, so that rows can be cut into groups.
     tile_rows, columns, warps = tile(max(width, group))
     programs = ceil_div(rows, tile_rows) if x.numel() else 0
-    q = x.new_empty((rows, width) if operand in ("blocks", "tensor") else 0, dtype=torch.uint8)
-    kind = torch.uint8 if scale_kind == "e8m0" else torch.float32
-    scale = x.new_empty((rows, ceil_div(width, group)) if group else 0, dtype=kind)
-    partial = x.new_zeros(
-        max(1, programs) if operand in ("amax", "tensor") else 0, dtype=torch.float32
-    )
+    # Pointers that the kernel is compiled not to follow; an empty tensor costs as much as any.
+    q = scale = partial = rstd
+    if operand:
+        q = x.new_empty((rows, width) if operand != "amax" else 0, dtype=torch.uint8)
+        kind = torch.uint8 if scale_kind == "e8m0" else torch.float32
+        scale = x.new_empty((rows, ceil_div(width, group)) if group else 0, dtype=kind)
+        partial = x.new_zeros(0 if operand == "blocks" else max(1, programs), dtype=torch.float32)
     if programs:
         with on_device_of(x):
             forward_kernel[(programs,)](
@@ -373,7 +375,8 @@ def backward(
     programs = min(ceil_div(rows, tile_rows), 2 * processors(x.device)) if x.numel() else 0
     dx = x.new_empty(x.shape)
     dweight = x.new_empty((programs, width), dtype=torch.float32)
-    dbias = x.new_empty((programs, width if has_bias else 0), dtype=torch.float32)
+    # Without a bias this is the gradient that is returned.
+    dbias = x.new_empty((programs, width) if has_bias else 0, dtype=torch.float32)
     operands = (grad, through, source, weight.contiguous(), mean, rstd, dx, dweight)
     sizes = (
         rows,
@@ -401,4 +404,4 @@ def backward(
                 backward_kernel[(programs,)](
                     *operands, dbias, *sizes, **shape, **settings, num_warps=warps
                 )
-    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0)
+    return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0) if has_bias else dbias

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.optimizer.reference import Hyper, Lists
 from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK
 from mtrain_kernels.optimizer.tables import address, tables
@@ -317,7 +318,7 @@ def adamw_kernel(
         store_moment(v_ptr, v_scale_ptr, at, inside, v, w2, True, V, STOCHASTIC, BLOCK, SHARED)
 
 
-@triton.jit
+@kernel
 def norm_kernel(
     table_ptr,
     chunks_ptr,

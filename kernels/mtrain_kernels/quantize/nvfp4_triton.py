@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.quantize.formats import PTX_ENCODE_E2M1, PTX_PACK
 from mtrain_kernels.quantize.reference import NVFP4_SPAN, span
 from mtrain_kernels.quantize.triton import SIDE, amax, decode, encode, greatest_finite
@@ -60,7 +61,7 @@ def _signed(code, y):
     )
 
 
-@triton.jit
+@kernel
 def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, SIDE: tl.constexpr):
     """Quantise a tile: round the scales of its blocks to e4m3, then multiply the numbers by them.
 
@@ -119,7 +120,7 @@ def _maximum(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@kernel
 def nvfp4_dequantize_kernel(
     packed_ptr, scale_ptr, tensor_scale_ptr, out_ptr, rows, columns, SIDE: tl.constexpr
 ):

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.quantize import reference
 from mtrain_kernels.quantize.formats import FORMATS, LAYOUTS, PTX_DECODE, PTX_ENCODE
 from mtrain_kernels.quantize.tile_triton import dealt, in_order
@@ -165,7 +166,7 @@ def load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU: tl.constexpr):
     return x
 
 
-@triton.jit
+@kernel
 def amax_kernel(x_ptr, out_ptr, rows, columns, stride, SWIGLU: tl.constexpr, SIDE: tl.constexpr):
     """Reduce the greatest finite absolute value of each tile; torch takes the greatest of all."""
     row = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
@@ -177,7 +178,7 @@ def amax_kernel(x_ptr, out_ptr, rows, columns, stride, SWIGLU: tl.constexpr, SID
     )
 
 
-@triton.jit
+@kernel
 def tensorwise_kernel(
     x_ptr,
     multiplier_ptr,
@@ -252,7 +253,7 @@ def groups(
     return encode(scaled, MANTISSA, BIAS, GREATEST), scale
 
 
-@triton.jit
+@kernel
 def blocks_kernel(
     x_ptr,
     q_ptr,
@@ -329,7 +330,7 @@ def blocks_kernel(
         )
 
 
-@triton.jit
+@kernel
 def dequantize_kernel(
     q_ptr,
     scale_ptr,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.rope.triton import (
     BACKWARD_ELEMENTS,
     ELEMENTS,
@@ -62,7 +63,7 @@ def _heads_of(
     )
 
 
-@triton.jit
+@kernel
 def packed_forward_kernel(
     x_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr,
     length, batches, heads, groups, width, half, table, eps, x_token, x_batch, q_blocks, kv_blocks,
@@ -111,7 +112,7 @@ def packed_forward_kernel(
     _store_rest(to_ptr, to, live, half, width, rest, REST)
 
 
-@triton.jit
+@kernel
 def packed_backward_kernel(
     dq_ptr, dk_ptr, dv_ptr, x_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dx_ptr,
     dweight_ptr,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two, processors
 
 ELEMENTS = 4096  # of one tile
@@ -161,7 +162,7 @@ def _angles(
     return tl.where(known, cos, outside), tl.where(known, sin, outside)
 
 
-@triton.jit
+@kernel
 def forward_kernel(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, positions_ptr, y_ptr,
     length, heads, width, half, table, eps,
@@ -197,7 +198,7 @@ def forward_kernel(
     _store_rest(y_ptr, to, live, half, width, rest, REST)
 
 
-@triton.jit
+@kernel
 def backward_kernel(
     dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, positions_ptr, dx_ptr, dweight_ptr,
     length, heads, width, half, table, eps,

@@ -57,6 +57,8 @@ def _activates(run: UnresolvedRun) -> bool:
 
 # The implementation for a CPU, whatever a device is called.
 ON_CPU = "cpu"
+# The implementation by the libraries that torch calls.
+BY_TORCH = "torch"
 
 # All operations, in the order of the keys of `kernels`.
 OPERATIONS = (
@@ -68,7 +70,7 @@ OPERATIONS = (
         "model.position_embedding_type=rope",
     ),
     Operation("attention", ("te", "torch", "triton", "cpu", "reference")),
-    Operation("linear", ("te", "triton", "cpu", "reference")),
+    Operation("linear", ("te", "triton", "torch", "cpu", "reference")),
     Operation(
         "activation",
         ("triton", "reference"),
@@ -261,9 +263,11 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
             "Triton multiplies for linear layers in precision.fp8, with precision.fp8_recipe"
             " tensorwise or blockwise"
         )
-    if op in ("linear", "experts") and word == ON_CPU and run.precision.quantized is not None:
+    full = {"linear": (ON_CPU, "torch"), "experts": (ON_CPU,)}.get(op, ())
+    if word in full and run.precision.quantized is not None:
         return (
-            f"cpu multiplies in {run.precision.dtype}, and precision is {run.precision.quantized}"
+            f"{word} multiplies in {run.precision.dtype}, and precision is"
+            f" {run.precision.quantized}"
         )
     if op in ("linear", "experts") and word == "te" and run.peft.kind is not None:
         return (

@@ -415,6 +415,14 @@ def _replicated(run: RunConfig) -> tuple[bool, str]:
     return p.dp * p.cp > 1, f"dp {p.dp}" + (f" * cp {p.cp}" if p.cp > 1 else "")
 
 
+def fused_accumulation(run: RunConfig) -> Derived:
+    """Return whether products add to gradients: wherever a buffer for them stays, on a GPU."""
+    p = run.parallel
+    if on_a_cpu(run):
+        return False, "cluster.device cpu"
+    return p.fsdp == "none", f"parallel.fsdp {p.fsdp}"
+
+
 # The default of each key, in order: later ones read the values of earlier ones.
 STEPS: Mapping[str, Step] = {
     "trainer.fine_tuning": is_fine_tuning,
@@ -444,5 +452,6 @@ STEPS: Mapping[str, Step] = {
     "optim.warmup_iters": warmup,
     "optim.min_lr": final_rate,
     "kernels.loss_logits_mib": logits_at_once,
+    "kernels.gradient_accumulation_fusion": fused_accumulation,
     "trainer.join_timeout_s": join_timeout,
 }

@@ -28,11 +28,12 @@ class KernelsConfig(Section):
     auto chooses for sinks and caps; null: kernels.default.
     """
     linear: Annotated[
-        Literal["auto", "reference", "cpu", "triton", "te"] | None, Key(aka="transformer_impl")
+        Literal["auto", "reference", "cpu", "triton", "torch", "te"] | None,
+        Key(aka="transformer_impl"),
     ] = None
-    """Row- and column-parallel linear layers; cpu: products by kernels.cpu_matmul; triton: for
-    precision.fp8, with cuBLAS where a tensor has one scale; reference: in fp8 the same rounding in
-    plain torch; null: kernels.default.
+    """Row- and column-parallel linear layers; torch: by cuBLAS; cpu: by kernels.cpu_matmul; triton:
+    for precision.fp8, with cuBLAS where it takes the scales; reference: megatron-core's own, in fp8
+    the same rounding in plain torch; null: kernels.default.
     """
     activation: Literal["auto", "reference", "triton"] | None = None
     """Gated and squared activations of MLPs and experts; null: kernels.default."""
@@ -69,7 +70,10 @@ class KernelsConfig(Section):
     """fp32 GEMMs if linear, experts or loss is cpu: by the BLAS of torch, mostly MKL, or by oneDNN;
     null, auto: the faster of both as measured once per machine, the same on all ranks.
     """
-    gradient_accumulation_fusion: Annotated[bool, Key(feeds="gradient_accumulation_fusion")] = False
+    gradient_accumulation_fusion: Annotated[
+        bool | None, Key(feeds="gradient_accumulation_fusion")
+    ] = None
     """Accumulate weight gradients of linear layers and of the output layer in the GEMM that
-    computes them, in fp32 and unrounded, instead of in a separate pass.
+    computes them, in fp32 and unrounded, instead of in a separate pass; null: on a GPU without
+    parallel.fsdp.
     """

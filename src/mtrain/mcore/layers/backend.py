@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mtrain_kernels.fp8_linear.op import Recipe
 
 from mtrain.config.engine import release
-from mtrain.config.engine.kernels import ON_CPU
+from mtrain.config.engine.kernels import BY_TORCH, ON_CPU
 from mtrain.errors import BadEnvironment
 from mtrain.mcore import api
 from mtrain.mcore.layers import dispatch
@@ -141,7 +141,7 @@ class Provider(BackendSpecProvider):
         """Return a layer of ours, in FP8 by the reference or the fastest that takes a product."""
         impl = self.kernels["linear"]
         if self.fp8 is None:
-            return chosen(layer, "cpu") if impl == ON_CPU else layer
+            return chosen(layer, impl) if impl in (ON_CPU, BY_TORCH) else layer
         # The word names a product in full precision. In FP8 there are the reference and the fastest
         # kernel that takes a call.
         if impl != "reference":
@@ -267,7 +267,7 @@ def provider(
 _WORDS: dict[str, tuple[str | None, ...]] = {
     "norm": ("reference", "cpu", "triton", "te"),
     "attention": ("reference", "cpu", "torch", "triton", "te"),
-    "linear": ("reference", "cpu", "triton", "te"),
+    "linear": ("reference", "cpu", "triton", "torch", "te"),
     "activation": ("reference", "triton", None),
     "experts": ("reference", "cpu", "triton", "torch", "te", None),
 }

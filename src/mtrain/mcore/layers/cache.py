@@ -92,7 +92,7 @@ class CachedSelfAttention(SelfAttention):
         scale = attention._yarn_get_concentration_factor_from_config(self.config)
         # Given no angles, megatron-core turns nothing; `get_query_key_value_tensors` does it while
         # it unpacks.
-        self._turns = tables(rotary_pos_emb, self.config.rotary_interleaved, scale)
+        self._turns = _tables_of_all(rotary_pos_emb, self.config, scale)
         try:
             return super().forward(*args, rotary_pos_emb=None, **given)
         finally:
@@ -146,6 +146,23 @@ class CachedSelfAttention(SelfAttention):
         return super()._adjust_key_value_for_inference(
             context, query, key, value, rotary, *others, **named
         )
+
+
+def _tables_of_all(angles: Tensor, config: Any, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the `tables` of angles, which all layers of a model share, and make them once.
+
+    They are kept with the angles. A captured graph gets other angles in the same memory, so it has
+    to make the tables itself.
+    """
+    how = config.rotary_interleaved, scale
+    if config.cuda_graph_impl != "none":
+        return tables(angles, *how)
+    kept = getattr(angles, "tables_of_all_layers", None)
+    if kept is None or kept[0] != (*how, angles._version):
+        kept = (*how, angles._version), tables(angles, *how)
+        angles.tables_of_all_layers = kept  # type: ignore[attr-defined]
+    found: tuple[Tensor, Tensor] = kept[1]
+    return found
 
 
 def obstacle(config: Any, core: str | None) -> str:
