@@ -23,9 +23,10 @@ from mtrain_kernels.quantize.op import (
     quantize_blocks,
     quantize_tensorwise,
     require_multiplier,
+    tensor_range,
 )
 from mtrain_kernels.registry import pick
-from mtrain_kernels.runtime import ceil_div
+from mtrain_kernels.runtime import ceil_div, tile
 
 Share = Callable[[Tensor], Tensor]
 
@@ -79,31 +80,27 @@ def norm_quantized(
     options = (zero_centered, x.dtype, format, layout or "")
     if layout is not None:
         data, scale = _typed(q, scale, format, layout)
-        return y, total, Operand(data, scale, (*kept, None), partial(_again, options=options))
+        again = partial(_again, options=options)
+        return y, total, Operand(data, scale, (*kept, None, None), again)
     if multiplier is None:
-        multiplier = formats.multiplier(amax if share is None else share(amax), format)
+        whole = amax if share is None else share(amax.amax(0, keepdim=True))
+        multiplier, scale = tensor_range(whole, format=format, impl="triton")
         with torch.no_grad():
             q, _ = _codes(*kept, multiplier, *options, False)
-    return (
-        y,
-        total,
-        Operand(
-            _codes_in(format, q),
-            1 / multiplier,
-            (*kept, multiplier),
-            partial(_again, options=options),
-        ),
-    )
+    else:
+        scale = 1 / multiplier
+    again = partial(_again, options=options)
+    return y, total, Operand(_codes_in(format, q), scale, (*kept, multiplier, scale), again)
 
 
 def _again(*kept: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Return the operand transposed [h, m] and its scale, from what the norm keeps."""
-    q, scale = _codes(*kept, *options, True)
-    multiplier = kept[-1]
+    *made_from, whole = kept
+    q, scale = _codes(*made_from, *options, True)
     format, layout = options[2:]
-    if multiplier is None:
+    if whole is None:
         return _typed(q, scale, format, layout)
-    return _codes_in(format, q), 1 / multiplier
+    return _codes_in(format, q), whole
 
 
 def _typed(q: Tensor, scale: Tensor, format: str, layout: str) -> tuple[Tensor, Tensor]:
@@ -175,7 +172,11 @@ def _norm_operand_shapes(x, residual, subtract_mean, operand, layout):
         x.new_empty(rows, dtype=torch.float32),
         x.new_empty(q, dtype=torch.uint8),
         x.new_empty(scale, dtype=kind),
-        x.new_empty(0 if operand == "blocks" else 1, dtype=torch.float32),
+        # the greatest values of the tiles of the kernel
+        x.new_empty(
+            0 if operand == "blocks" else max(1, ceil_div(rows, tile(width)[0])),
+            dtype=torch.float32,
+        ),
     )
 
 

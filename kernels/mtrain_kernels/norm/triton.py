@@ -300,8 +300,8 @@ def forward(
 
     The new residual is an empty tensor without `residual`, the mean one without `subtract_mean`.
     With an `operand` there are three more: bytes of what is normed in `format` [rows, h], its
-    scales (of "blocks" as `layout` says) and its greatest absolute value [1] (of "amax" and
-    "tensor", which has a `multiplier`); empty without it.
+    scales (of "blocks" as `layout` says) and the greatest absolute value of each tile (of "amax"
+    and "tensor", which has a `multiplier`).
     """
     width = weight.shape[0]
     source = as_rows(x, width)
@@ -322,7 +322,9 @@ def forward(
         q = x.new_empty((rows, width) if operand != "amax" else 0, dtype=torch.uint8)
         kind = torch.uint8 if scale_kind == "e8m0" else torch.float32
         scale = x.new_empty((rows, ceil_div(width, group)) if group else 0, dtype=kind)
-        partial = x.new_zeros(0 if operand == "blocks" else max(1, programs), dtype=torch.float32)
+        many = 0 if operand == "blocks" else max(1, programs)
+        # Every program writes its own; without one the greatest is 0.
+        partial = (x.new_empty if programs else x.new_zeros)(many, dtype=torch.float32)
     if programs:
         with on_device_of(x):
             forward_kernel[(programs,)](
@@ -337,15 +339,7 @@ def forward(
             )  # fmt: skip
     if not operand:
         return y, total, mean, rstd
-    return (
-        y,
-        total,
-        mean,
-        rstd,
-        q,
-        scale,
-        partial.amax(0, keepdim=True) if partial.numel() else partial,
-    )
+    return y, total, mean, rstd, q, scale, partial
 
 
 def backward(

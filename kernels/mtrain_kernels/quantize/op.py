@@ -73,7 +73,7 @@ def quantize_tensorwise(
         rows, multiplier, format, transpose, swiglu, backend
     )
     dtype = FORMATS[format].dtype
-    again = scale.clone() if transpose else scale.new_empty(0)
+    again = scale if transpose else scale.new_empty(0)
     return Quantized(data.view(dtype), scale, transposed.view(dtype), again, amax)
 
 
@@ -198,6 +198,16 @@ def amax(x: Tensor, *, swiglu: bool = False, impl: str = "auto") -> Tensor:
     """
     rows = _rows(x, "e4m3", swiglu)
     return _amax(rows, swiglu, pick("quantize", impl, x.device, _obstacle(rows)))
+
+
+def tensor_range(
+    partial: Tensor, *, format: str = "e4m3", impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Return the multiplier and the scale [1] of a tensor from the greatest values [n] of its
+    parts, in fp32; see `reference.multiplier`.
+    """
+    m, scale = _range(partial, format, pick("quantize", impl, partial.device))
+    return m, scale
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -358,6 +368,16 @@ def _nvfp4_dequantize(
     from mtrain_kernels.quantize import nvfp4_triton
 
     return nvfp4_triton.dequantize_nvfp4(packed, block_scale, scale, dtype)
+
+
+@operator("quantize_range", shapes=lambda partial: (partial.new_empty(1), partial.new_empty(1)))
+def _range(partial: Tensor, format: str, backend: str) -> tuple[Tensor, Tensor]:
+    if backend == "reference":
+        m = reference.multiplier(partial.amax(0, keepdim=True), format)
+        return m, 1 / m
+    from mtrain_kernels.quantize import triton
+
+    return triton.range_of(partial, format)[1:]
 
 
 @operator("amax", shapes=lambda x: x.new_empty(1, dtype=torch.float32))

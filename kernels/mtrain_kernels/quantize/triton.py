@@ -25,6 +25,7 @@ from mtrain_kernels.runtime import (
 )
 
 SIDE = 128  # of a square tile
+RANGE_BLOCK = 1024  # greatest values of tiles that are reduced at a time
 GREATEST_MULTIPLIER = tl.constexpr(reference.GREATEST_MULTIPLIER)
 TO_E4M3 = tl.constexpr(PTX_ENCODE)
 TO_E5M2 = tl.constexpr(PTX_ENCODE.replace("e4m3", "e5m2"))
@@ -179,6 +180,24 @@ def amax_kernel(x_ptr, out_ptr, rows, columns, stride, SWIGLU: tl.constexpr, SID
 
 
 @kernel
+def range_kernel(
+    partial_ptr, amax_ptr, multiplier_ptr, scale_ptr, count,
+    GREATEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Reduce `count` greatest values to one, and make the multiplier and the scale of that."""
+    at = tl.arange(0, BLOCK)
+    top = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, BLOCK):
+        inside = start + at < count
+        top = tl.maximum(top, tl.load(partial_ptr + start + at, mask=inside, other=0.0))
+    amax = tl.max(top, 0)
+    m = multiplier(amax, GREATEST)
+    tl.store(amax_ptr, amax)
+    tl.store(multiplier_ptr, m)
+    tl.store(scale_ptr, quotient(m * 0.0 + 1.0, m))
+
+
+@kernel
 def tensorwise_kernel(
     x_ptr,
     multiplier_ptr,
@@ -190,13 +209,14 @@ def tensorwise_kernel(
     stride,
     SWIGLU: tl.constexpr,
     TRANSPOSE: tl.constexpr,
+    AMAX: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     GREATEST: tl.constexpr,
     SIDE: tl.constexpr,
 ):
     """Quantise a tile with the tensor's one multiplier, twice where the transpose is wanted, and
-    reduce its amax on the way.
+    reduce its `AMAX` on the way.
     """
     RUN: tl.constexpr = 4 if TRANSPOSE else 1
     # bytes written at once: 16 would be 16 columns to reduce
@@ -205,10 +225,11 @@ def tensorwise_kernel(
     column = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     x = load_tile(x_ptr, row, column, rows, columns, stride, SWIGLU)
-    tl.store(
-        amax_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
-        tl.max(greatest_finite(x, 1), 0),
-    )
+    if AMAX:
+        tl.store(
+            amax_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1),
+            tl.max(greatest_finite(x, 1), 0),
+        )
     q = encode(x * tl.load(multiplier_ptr), MANTISSA, BIAS, GREATEST)
     tl.store(
         q_ptr + row[:, None].to(tl.int64) * columns + tl.max_contiguous(column, WIDE)[None, :],
@@ -363,23 +384,42 @@ def dequantize_kernel(
 
 def amax(x: Tensor, swiglu: bool) -> Tensor:
     """Launch the kernel for amax [1]; `x` as in `quantize_tensorwise`."""
+    return _of_tiles(x, swiglu).amax(0, keepdim=True)
+
+
+def _of_tiles(x: Tensor, swiglu: bool) -> Tensor:
+    """Launch the kernel for the greatest values of all tiles; without elements one of 0."""
     rows = x.shape[0]
     columns = x.shape[1] // (1 + swiglu)
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
-    partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
-    if x.numel():
-        with on_device_of(x):
-            amax_kernel[grid](
-                x, partial, rows, columns, x.stride(0), SWIGLU=swiglu, SIDE=SIDE, num_warps=8
-            )
-    return partial.amax(0, keepdim=True)
+    if not x.numel():
+        return x.new_zeros(1, dtype=torch.float32)
+    partial = x.new_empty(grid[0] * grid[1], dtype=torch.float32)
+    with on_device_of(x):
+        amax_kernel[grid](
+            x, partial, rows, columns, x.stride(0), SWIGLU=swiglu, SIDE=SIDE, num_warps=8
+        )
+    return partial
+
+
+def range_of(partial: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel that makes one range of the greatest values of parts [n] in fp32: that of
+    all, its multiplier and its scale [1] each.
+    """
+    found, m, scale = (partial.new_empty(1) for _ in range(3))
+    with on_device_of(partial):
+        range_kernel[(1,)](
+            partial, found, m, scale, partial.shape[0],
+            GREATEST=FORMATS[format].greatest, BLOCK=RANGE_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return found, m, scale
 
 
 def quantize_tensorwise(
     x: Tensor, m: Tensor | None, format: str, transpose: bool, swiglu: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the reference's results as bytes: launches the tensorwise kernel, after that for amax
-    unless `m` [1] is given.
+    """Return the reference's results as bytes: launches the tensorwise kernel, after those for the
+    range unless `m` [1] is given.
 
     `x` [m, n] with unit column stride, or with `swiglu` [m, 2 n], gate and up side by side.
     """
@@ -387,10 +427,15 @@ def quantize_tensorwise(
     columns = x.shape[1] // (1 + swiglu)
     mantissa, bias, greatest, _ = FORMATS[format]
     grid = (ceil_div(rows, SIDE), ceil_div(columns, SIDE))
-    m = reference.multiplier(amax(x, swiglu), format) if m is None else m
+    given = m is not None
+    if m is None:
+        found, m, scale = range_of(_of_tiles(x, swiglu), format)
+        partial = found
+    else:
+        scale = 1 / m
+        partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
     q = x.new_empty((rows, columns), dtype=torch.uint8)
     transposed = x.new_empty((columns, rows) if transpose else (0, 0), dtype=torch.uint8)
-    partial = x.new_zeros(max(1, grid[0] * grid[1]), dtype=torch.float32)
     with on_device_of(x):
         if q.numel():
             tensorwise_kernel[grid](
@@ -404,13 +449,14 @@ def quantize_tensorwise(
                 x.stride(0),
                 SWIGLU=swiglu,
                 TRANSPOSE=transpose,
+                AMAX=given,
                 MANTISSA=mantissa,
                 BIAS=bias,
                 GREATEST=greatest,
                 SIDE=SIDE,
                 num_warps=16,
             )
-    return q, 1 / m, transposed, partial.amax(0, keepdim=True)
+    return q, scale, transposed, partial.amax(0, keepdim=True) if given else partial
 
 
 def quantize_blocks(
