@@ -201,11 +201,13 @@ def test_fp8_linear_cublas_limits_are_refused_or_rerouted(
     taken: list[str] = []
     monkeypatch.setattr(op, "pick", lambda name, impl, *_: "torch")
     monkeypatch.setattr(op, "_product", lambda *given: taken.append(given[-1]))
+    monkeypatch.setattr(op, "_refuses_blocks", lambda device: None)
     plain = operands(16, 32, 48, ("one", "one"))
     blocks = operands(16, 32, 48, ("1x128", "1x128"))
     both = plain | {name: plain[name].to(torch.float8_e5m2) for name in "ab"}
     for given, said in (
-        (blocks, "one scale"),
+        (operands(3, 32, 48, ("1x128", "1x128")), "by 4"),
+        (operands(256, 256, 256, ("128x128", "128x128")), "no scales for 128 and 128"),
         (operands(3, 32, 47, ("one", "one")), "by 16"),
         (operands(3, 31, 48, ("one", "one")), "by 16"),
         (both, "e5m2"),
@@ -216,10 +218,27 @@ def test_fp8_linear_cublas_limits_are_refused_or_rerouted(
         with monkeypatch.context() as without:
             without.setattr("mtrain_kernels.runtime.HAS_TRITON", False)
             op.scaled_product(**given)
-    assert taken == ["triton", "reference"] * 4
+    assert taken == ["triton", "reference"] * 5
     op.scaled_product(**plain, impl="torch")
     op.scaled_product(**plain | {"b": both["b"]})
-    assert taken[8:] == ["torch"] * 2
+    op.scaled_product(**blocks, impl="torch")
+    assert taken[10:] == ["torch"] * 3
+    monkeypatch.setattr(op, "_refuses_blocks", lambda device: "sm_90 only")
+    with pytest.raises(Unavailable, match="sm_90 only"):
+        op.scaled_product(**blocks, impl="torch")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (128, 5), (128, 8)])
+def test_fp8_linear_scales_lie_as_cublas_reads(rows: int, columns: int) -> None:
+    scale = torch.rand(6, columns)
+    found = op._as_cublas(scale, rows)
+    if rows == 1:
+        assert torch.equal(found, scale)
+        assert found.stride() == (1, 6)
+    else:
+        padded = 8
+        assert torch.equal(found[:columns], scale.t())
+        assert (found.shape, found.stride()) == ((padded, 6), (1, padded))
 
 
 def test_fp8_linear_passes_registration_and_refuses_unfit() -> None:

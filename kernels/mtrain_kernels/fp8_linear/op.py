@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from mtrain_kernels.activation.op import activation, activation_gradient
 from mtrain_kernels.fp8_linear import reference
@@ -127,9 +129,9 @@ def fp8_linear(
 
     The result [..., n] has the format of x. `gradient(weight, dweight)` makes what autograd gets,
     of the gradient [n, k] in fp32; None: that is rounded to the format of the weight. `impl` is
-    `reference`, `triton`, `torch` (cuBLAS, tensorwise on sm_89 and newer, all sizes by 16) or
-    `auto`. Raises `ValueError` for an unknown recipe, `Unavailable` where the named implementation
-    cannot run, in the backward if that is where it cannot.
+    `reference`, `triton`, `torch` (cuBLAS: tensorwise on sm_89 and newer, blockwise on sm_90, all
+    sizes by 16) or `auto`. Raises `ValueError` for an unknown recipe, `Unavailable` where the named
+    implementation cannot run, in the backward if that is where it cannot.
     """
     if recipe.kind not in ("tensorwise", "blockwise"):
         raise ValueError(f"no recipe {recipe.kind!r}; choose tensorwise or blockwise")
@@ -308,7 +310,7 @@ def scaled_product(
         raise ValueError(f"dtype {dtype} must be floating point")
     kinds = reference.rows_of(a, a_scale), reference.rows_of(b, b_scale)
     backend = pick("fp8_linear", impl, a.device)
-    if backend == "torch" and (why := _refused(a, b, any(kinds))):
+    if backend == "torch" and (why := _refused(a, b, kinds)):
         if impl == "torch":
             raise Unavailable(f"fp8_linear: torch cannot run: {why}")
         backend = _instead(a.device)
@@ -317,15 +319,63 @@ def scaled_product(
     )
 
 
-def _refused(a: Tensor, b: Tensor, blocks: bool) -> str | None:
-    """Return why cuBLAS does not take these operands, or None."""
-    if blocks:
-        return "cuBLAS takes one scale for all of an operand"
+def _refused(a: Tensor, b: Tensor, kinds: tuple[int, int]) -> str | None:
+    """Return why cuBLAS does not take these operands, or None; `kinds` are their `rows_of`."""
+    if any(kinds) and (why := _refuses_blocks(a.device)):
+        return why
+    if kinds not in KINDS:
+        return f"cuBLAS takes no scales for {kinds[0]} and {kinds[1]} rows of 128 columns"
+    if any(kinds) and (a.shape[0] % 4 or b.shape[0] % 4):
+        return f"cuBLAS reads scales by 4, and there are {a.shape[0]} and {b.shape[0]} rows"
     if a.shape[1] % 16 or b.shape[0] % 16:
         return f"cuBLAS takes widths by 16, not {a.shape[1]} and {b.shape[0]}"
     return (
         "cuBLAS takes no two operands in e5m2" if a.dtype == b.dtype == torch.float8_e5m2 else None
     )
+
+
+@functools.cache
+def _refuses_blocks(device: torch.device) -> str | None:
+    """Return why cuBLAS takes no scales for blocks of 128 on a device, or None."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "cuBLAS takes scales for blocks of 128 on sm_90 only"
+    cuda = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
+    if not hasattr(functional, "scaled_mm") or cuda < (12, 9):
+        return "scales for blocks of 128 need torch 2.10 and CUDA 12.9"
+    return None
+
+
+def _by_cublas(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the product by cuBLAS, of operands with one scale or with scales for blocks."""
+    kinds = reference.rows_of(a, a_scale), reference.rows_of(b, b_scale)
+    if not any(kinds):
+        return torch._scaled_mm(a, b.t(), a_scale.view(()), b_scale.view(()), out_dtype=dtype)
+    recipes = [getattr(functional.ScalingType, _RECIPES[rows]) for rows in kinds]
+    scales = [_as_cublas(s, rows) for s, rows in zip((a_scale, b_scale), kinds, strict=True)]
+    return functional.scaled_mm(
+        a, b.t(), scales[0], recipes[0], scales[1], recipes[1], output_dtype=dtype
+    )
+
+
+def _as_cublas(scale: Tensor, rows: int) -> Tensor:
+    """Return scales as cuBLAS reads them: of single rows [m, k / 128] with the rows side by side in
+    memory, of squares [k / 128, n / 128] with the columns side by side, by 4 of them.
+    """
+    if rows == 1:
+        return scale.t().contiguous().t()
+    return functional.pad(scale, (0, -scale.shape[1] % 4)).t()
+
+
+_RECIPES = {1: "BlockWise1x128", reference.BLOCK: "BlockWise128x128"}
+KINDS = (
+    (0, 0),
+    (1, 1),
+    (1, reference.BLOCK),
+    (reference.BLOCK, 1),
+)
+"""Pairs of `rows_of` that cuBLAS multiplies."""
 
 
 @torch.compiler.assume_constant_result
@@ -341,7 +391,7 @@ def _product(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, backend: str
 ) -> Tensor:
     if backend == "torch":
-        return torch._scaled_mm(a, b.t(), a_scale.view(()), b_scale.view(()), out_dtype=dtype)
+        return _by_cublas(a, a_scale, b, b_scale, dtype)
     if backend == "reference":
         return reference.scaled_product(a, a_scale, b, b_scale, dtype)
     from mtrain_kernels.fp8_linear import triton
