@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from mtrain_kernels.operators import apply_of
+
 Library = Literal["blas", "onednn"]
 WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 SMALLEST = 1 << 24  # multiplications below which a call of oneDNN costs more than is won
@@ -95,7 +97,8 @@ def linear(
     if gradient is None and not fits(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        y: Tensor = _Linear.apply(x, weight, gradient)
+        apply = _Linear.apply if torch.compiler.is_compiling() else _apply
+        y: Tensor = apply(x, weight, gradient)
     else:
         y = product(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
@@ -191,3 +194,6 @@ class _Linear(torch.autograd.Function):
             ctx.gradient(weight, rows, inputs) if ctx.gradient else weight_gradient(rows, inputs),
             None,
         )
+
+
+_apply = apply_of(_Linear)

@@ -27,8 +27,8 @@ class Operator:
         self.function = op._init_fn
         self.arguments = list(inspect.signature(self.function).parameters)
         self.mutated = tuple(mutated)
-        self.direct: type[torch.autograd.Function] | None = None
-        """The same gradients as those that are registered, for calls in eager mode."""
+        self.direct: Callable[..., Any] | None = None
+        """Computes the operator with the gradients that are registered, in eager mode."""
 
     def __call__(self, *args: Any) -> Any:
         """Compute the operator; arguments are given by position."""
@@ -36,7 +36,7 @@ class Operator:
             return self.op(*args)
         if torch.is_grad_enabled():
             if self.direct is not None:
-                return self.direct.apply(*args)
+                return self.direct(*args)
             if _differentiated(args):
                 # The registered operator refuses to be differentiated, as it should.
                 return self.op(*args)
@@ -48,10 +48,11 @@ class Operator:
 
 def _observed(args: tuple[Any, ...]) -> bool:
     """Return whether somebody has to see an operator instead of what it does."""
+    first = args[0]
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(isinstance(value, Tensor) and value.is_meta for value in args[:1])
+        or (isinstance(first, Tensor) and first.is_meta)
     )
 
 
@@ -125,7 +126,16 @@ def differentiable(
         return result
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    operator.direct = type(f"{operator.function.__name__}_direct", (torch.autograd.Function,), body)
+    direct = type(f"{operator.function.__name__}_direct", (torch.autograd.Function,), body)
+    operator.direct = apply_of(direct)
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `function.apply` without the Python around it, which serves `torch.func` only.
+
+    Call it where no transformation of `torch.func` is active.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
 
 
 def _schema(operator: Operator) -> Any:

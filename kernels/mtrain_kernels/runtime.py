@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 H200_PROCESSORS = 132
+HERE: AbstractContextManager[None] = nullcontext()
+"""Leaves the current device as it is."""
 GRID = 65535
 """Programs along the second and the third axis of a grid, at most: CUDA's limit."""
 
@@ -193,6 +195,8 @@ def capability(device: torch.device) -> int:
 
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     """Make x's GPU the current one, where Triton launches; does nothing for other tensors."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return HERE
     return torch.cuda.device_of(x)
 
 

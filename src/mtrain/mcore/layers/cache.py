@@ -13,6 +13,7 @@ from mtrain_kernels.rope.packed import rotate_packed
 from torch import Tensor
 
 from mtrain.mcore.adapter.op_overrides import tables
+from mtrain.mcore.layers import direct
 
 
 class Cache(StaticInferenceContext):
@@ -78,6 +79,8 @@ class CachedSelfAttention(SelfAttention):
 
     packed_impl: str | None = None
     _turns: tuple[Tensor, Tensor] | None = None
+    _plain: bool | None = None
+    """Whether `direct` computes what this attention does; None before the first call."""
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **given: Any) -> Any:
         """Return as megatron-core's."""
@@ -92,11 +95,16 @@ class CachedSelfAttention(SelfAttention):
         scale = attention._yarn_get_concentration_factor_from_config(self.config)
         # Given no angles, megatron-core turns nothing; `get_query_key_value_tensors` does it while
         # it unpacks.
-        self._turns = _tables_of_all(rotary_pos_emb, self.config, scale)
+        # Attributes of a module are set through a method of torch's that looks for weights.
+        self.__dict__["_turns"] = _tables_of_all(rotary_pos_emb, self.config, scale)
         try:
+            if self._plain is None:
+                self._plain = direct.attention_is_plain(self)
+            if self._plain and len(args) == 1 and direct.trains(given):
+                return direct.forward_attention(self, args[0], given["attention_mask"])
             return super().forward(*args, rotary_pos_emb=None, **given)
         finally:
-            self._turns = None
+            self.__dict__["_turns"] = None
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
         """Return queries [s, b, n, d], keys and values [s, b, g, d] of `hidden_states`

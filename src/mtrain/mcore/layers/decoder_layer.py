@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from mtrain.mcore.layers import direct
 from mtrain.mcore.layers.operands import feed
 from mtrain.mcore.layers.residual import ResidualNorm, added_by, one_graph
 
@@ -38,6 +39,8 @@ class DecoderLayer(TransformerLayer):
 
     # Where CUDA graphs hold MLPs only, 0.16.1 reads the attribute before its constructor sets it.
     is_moe_layer = False
+    _plain: bool | None = None
+    """Whether `direct` computes what this layer does; None before the first call."""
     _mlp_reads_the_sum = True
     """Whether the MLP reads what attention has been added to."""
 
@@ -93,6 +96,11 @@ class DecoderLayer(TransformerLayer):
         """
         if rotary_pos_emb is not None and rotary_pos_emb.dim() == 5:
             rotary_pos_emb = rotary_pos_emb[0 if self._has_window else 1]
+        if self._plain is None:
+            self._plain = direct.layer_is_plain(self)
+        if self._plain and not args and direct.trains(kwargs):
+            states = kwargs["hidden_states"], kwargs["attention_mask"]
+            return direct.forward_layer(self, *states, rotary_pos_emb, kwargs.get("padding_mask"))
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 

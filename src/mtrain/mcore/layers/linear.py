@@ -33,16 +33,57 @@ class _Product:
     """The implementation of that activation, which is left to this layer; its input is gate and up.
     """
     _operand: Operand | None = None
+    _alone: bool | None = None
+    """Whether no other rank has a part of this layer or its tokens; None before the first call."""
+    config: Any
+    weight: Tensor | None
+    bias: Tensor | None
+    tp_group: Any
+    sequence_parallel: bool
+    skip_bias_add: bool
+    gradient_accumulation_fusion: bool
 
     def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
         """Return as megatron-core's; what comes with the input in FP8 is handed on, which a copy of
         the input would lose.
         """
-        self._operand = taken(input_) if self.takes_operands else None
+        if not self.takes_operands:
+            return self._on_this_rank(input_, *args, **more)
+        # Attributes of a module are set through a method of torch's that looks for weights.
+        self.__dict__["_operand"] = taken(input_)
         try:
-            return super().forward(input_, *args, **more)  # type: ignore[misc]
+            return self._on_this_rank(input_, *args, **more)
         finally:
-            self._operand = None
+            self.__dict__["_operand"] = None
+
+    def _on_this_rank(self, x: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Any]:
+        """Return as megatron-core's forward, which also does what only several ranks need."""
+        if self._alone is None:
+            config = self.config
+            self._alone = (
+                self.tp_group.size() == 1
+                and not self.sequence_parallel
+                and not config.defer_embedding_wgrad_compute
+                and config._cpu_offloading_context is None
+            )
+        if args or more or not self._alone or self.weight is None:
+            return super().forward(x, *args, **more)  # type: ignore[misc,no-any-return]
+        column = isinstance(self, ColumnParallelLinear)
+        bias = self.bias
+        inside = bias if column and not self.skip_bias_add else None
+        y = self._forward_impl(
+            x,
+            self.weight,
+            bias=inside,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            tp_group=self.tp_group,
+            grad_output_buffer=None,
+        )
+        if self.skip_bias_add:
+            return y, bias
+        return (y if column or bias is None else y + bias), None
 
     def _forward_impl(
         self,

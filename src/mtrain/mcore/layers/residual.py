@@ -31,7 +31,8 @@ class ResidualNorm(Norm):
         """
         if x is None or residual is None:
             ahead = self._ahead
-            self._ahead = None
+            # Attributes of a module are set through a method of torch's that looks for weights.
+            self.__dict__["_ahead"] = None
             # A replayed CUDA graph returns the same tensor with a new node of autograd. A norm made
             # ahead then belongs to the capture, whose backward has run.
             if ahead is not None and ahead[0] is x and ahead[1] is x.grad_fn:
@@ -44,7 +45,7 @@ class ResidualNorm(Norm):
             y, total = rms_norm_residual(x, residual, self.weight, self.eps, **options)
         else:
             y, total = layer_norm_residual(x, residual, self.weight, self.bias, self.eps, **options)
-        self._ahead = total, total.grad_fn, y
+        self.__dict__["_ahead"] = total, total.grad_fn, y
         return total
 
 
