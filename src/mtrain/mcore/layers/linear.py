@@ -36,8 +36,8 @@ class _Product:
     _alone: bool | None = None
     """Whether no other rank has a part of this layer or its tokens; None before the first call."""
     config: Any
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Any
+    bias: Any
     tp_group: Any
     sequence_parallel: bool
     skip_bias_add: bool
