@@ -24,9 +24,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import host_cost_driver
 import host_cost_models
+import host_cost_profile
+from host_cost_marks import BACKWARD, FORWARD, Timer, between, observed
 from host_cost_models import KINDS, Contender
 
 WARM = 4
 """Steps of each contender before the first that counts."""
+PROFILED = 10
+"""Steps of each profile."""
 
 
 def main() -> int:
@@ -51,6 +52,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="steps of each contender (default 30)")
     parser.add_argument("--json", type=Path, help="write the result as JSON")
     parser.add_argument("overrides", nargs="*", help="keys of mtrain's configuration")
+    parser.add_argument(
+        "--profile", action="store_true", help="also where the time goes, by package and op"
+    )
     options = parser.parse_args()
     layers = options.layers or (4 if options.quick else 8)
     rounds = options.rounds or (6 if options.quick else 30)
@@ -61,8 +65,10 @@ def main() -> int:
     prepare()
     result: dict[str, Any] = {}
     for kind in kinds:
-        result[kind] = measured(kind, layers, rounds, options.overrides)
+        result[kind] = measured(kind, layers, rounds, options.overrides, options.profile)
         print(table(kind, result[kind]), flush=True)
+        for name, found in result[kind].get("profile", {}).items():
+            host_cost_profile.as_text(name, found)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
@@ -81,126 +87,54 @@ def prepare() -> None:
     adapter.install(registry.get("cpu"))
 
 
-@dataclass
-class Span:
-    """What lies between the marks of two layers in one micro-batch."""
-
-    us: float
-    launches: int
-
-
-@dataclass
-class Marks:
-    """The thread's time and the launches where layers begin, forward and backward."""
-
-    layers: int
-    """Layers between the two that are marked."""
-    forward: list[Span] = field(default_factory=list)
-    backward: list[Span] = field(default_factory=list)
-    _begun: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-    def begin(self, way: str) -> None:
-        """Note that the first of the layers begins, `forward` or `backward`."""
-        self._begun[way] = (time.thread_time(), host_cost_driver.LAUNCHES.total)
-
-    def end(self, way: str) -> None:
-        """Note that the layers end."""
-        second = time.thread_time()
-        launched = host_cost_driver.LAUNCHES.total
-        before, launched_before = self._begun.pop(way)
-        span = Span(1e6 * (second - before) / self.layers, launched - launched_before)
-        getattr(self, way).append(span)
-
-    def clear(self) -> None:
-        """Forget the spans."""
-        self.forward.clear()
-        self.backward.clear()
-
-
-@contextmanager
-def marked(layers: list[Any], period: int) -> Iterator[Marks]:
-    """Mark where the second period of layers begins and where the last begins, forward and
-    backward, while this is open.
-    """
-    first = period
-    last = len(layers) - period
-    marks = Marks(last - first)
-
-    def at_first(stream: Any) -> None:
-        if stream.requires_grad:
-            stream.register_hook(lambda _: marks.end("backward"))
-        marks.begin("forward")
-
-    def at_last(stream: Any) -> None:
-        marks.end("forward")
-        if stream.requires_grad:
-            stream.register_hook(lambda _: marks.begin("backward"))
-
-    hooks = [on_input(layers[first], at_first), on_input(layers[last], at_last)]
-    try:
-        yield marks
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def on_input(layer: Any, act: Callable[[Any], None]) -> Any:
-    """Call `act` with the hidden states that a layer reads, before it reads them; return the
-    hook's handle.
-    """
-
-    def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        act(given[0] if given else named["hidden_states"])
-
-    return layer.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def measured(kind: str, layers: int, rounds: int, overrides: list[str]) -> dict[str, Any]:
+def measured(
+    kind: str, layers: int, rounds: int, overrides: list[str], profile: bool
+) -> dict[str, Any]:
     """Return the figures of all contenders of a kind of layers."""
     with host_cost_models.contenders(kind, layers, overrides) as contenders:
         for _ in range(WARM):
             for contender in contenders:
                 contender.step()
-        spans = timed(contenders, rounds)
-        return {
+        found = timed(contenders, rounds)
+        result: dict[str, Any] = {
             "layers": layers,
-            "contenders": {
-                contender.name: figures(contender, spans[contender.name])
-                for contender in contenders
-            },
+            "contenders": {one.name: figures(*found[one.name]) for one in contenders},
         }
+        if profile:
+            result["profile"] = {
+                one.name: host_cost_profile.tables(one, PROFILED) for one in contenders
+            }
+        return result
 
 
-def timed(contenders: list[Contender], rounds: int) -> dict[str, tuple[Marks, list[float]]]:
-    """Return marks and seconds of a step of each contender over interleaved rounds."""
-    found: dict[str, tuple[Marks, list[float]]] = {}
+def timed(contenders: list[Contender], rounds: int) -> dict[str, tuple[Timer, list[float]]]:
+    """Return the time of layers, and seconds of a step, of each contender in rounds in turn."""
+    found: dict[str, tuple[Timer, list[float]]] = {
+        one.name: (Timer(len(between(one.layers, one.period))), []) for one in contenders
+    }
     for i in range(rounds):
         for contender in contenders[:: 1 - 2 * (i % 2)]:
+            timer, steps = found[contender.name]
             gc.collect()
             gc.disable()
-            with marked(contender.layers, contender.period) as marks:
+            with observed(contender.layers, contender.period, timer):
                 begin = time.thread_time()
                 contender.step()
-                seconds = time.thread_time() - begin
+                steps.append(time.thread_time() - begin)
             gc.enable()
-            kept, steps = found.setdefault(contender.name, (Marks(marks.layers), []))
-            kept.forward += marks.forward
-            kept.backward += marks.backward
-            steps.append(seconds)
     return found
 
 
-def figures(contender: Contender, found: tuple[Marks, list[float]]) -> dict[str, Any]:
+def figures(timer: Timer, steps: list[float]) -> dict[str, Any]:
     """Return microseconds and launches of a layer and micro-batch, and milliseconds of a step."""
-    marks, steps = found
     out: dict[str, Any] = {}
-    for way in ("forward", "backward"):
-        spans: list[Span] = getattr(marks, way)
+    for way, spans in timer.spans.items():
         out[way] = {
             "us": round(statistics.median(span.us for span in spans), 1),
-            "launches": round(statistics.median(s.launches for s in spans) / marks.layers, 2),
+            "launches": round(statistics.median(span.launches for span in spans), 2),
         }
-    both = [a.us + b.us for a, b in zip(marks.forward, marks.backward, strict=True)]
+    pairs = zip(timer.spans[FORWARD], timer.spans[BACKWARD], strict=True)
+    both = [forward.us + backward.us for forward, backward in pairs]
     out["us"] = round(statistics.median(both), 1)
     out["quartiles_us"] = [round(q, 1) for q in statistics.quantiles(both, n=4)]
     out["step_ms"] = round(1e3 * statistics.median(steps), 3)

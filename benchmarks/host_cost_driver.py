@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 SM_90 = {
@@ -36,6 +37,8 @@ class Launches:
     def __init__(self) -> None:
         self.total = 0
         self.by_kernel: Counter[str] = Counter()
+        self.listener: Callable[[str], None] | None = None
+        """Called with the kernel's name at each launch."""
         self._names: dict[int, str] = {}
 
     def name(self, kernel: str) -> int:
@@ -47,7 +50,10 @@ class Launches:
     def add(self, handle: int) -> None:
         """Count one launch of the kernel with this handle."""
         self.total += 1
-        self.by_kernel[self._names[handle]] += 1
+        name = self._names[handle]
+        self.by_kernel[name] += 1
+        if self.listener is not None:
+            self.listener(name)
 
     def clear(self) -> None:
         """Forget all launches, but not the kernels."""

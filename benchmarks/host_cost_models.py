@@ -53,7 +53,7 @@ class Kind:
     sizes: dict[str, int] = field(default_factory=dict)
 
 
-KINDS = {"dense": Kind(["model=llama_tiny"], ("bf16",))}
+KINDS = {"dense": Kind(["model=llama_tiny"])}
 
 
 @contextmanager
@@ -103,12 +103,17 @@ def longest(model: Any) -> list[Any]:
 
 def mtrain(name: str, run: Any, world: Any) -> Contender:
     """Return mtrain's own step, without the hooks of a run."""
+    from mtrain.mcore.adapter.op_overrides import override_operations
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
 
     parts = assemble(run, world, splits_of(run))
 
+    score = run.model.moe.group_score_topk if run.model.moe else None
+
     def step() -> None:
+        # Functions of megatron-core that kernels stand for are those of the whole process.
+        override_operations(run.kernels, score)
         train_step(parts, stop_requested=False)
 
     return Contender(name, step, longest(parts.state.chunks[0]))
@@ -125,6 +130,7 @@ def megatron(run: Any, world: Any) -> Contender:
     from mtrain.assembly.transformer import transformer_config
     from mtrain.config.engine.core_fields import DDP_FIELDS, GPT_FIELDS, values
     from mtrain.mcore import api
+    from mtrain.mcore.adapter.op_overrides import override_operations
 
     config = transformer_config(run, world.device)
     spec = get_gpt_layer_local_spec(normalization=run.model.normalization)
@@ -149,6 +155,7 @@ def megatron(run: Any, world: Any) -> Contender:
         return module(tokens, positions, None, labels=tokens), loss_of
 
     def step() -> None:
+        override_operations(run.kernels)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         schedule(
