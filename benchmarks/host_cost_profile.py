@@ -1,0 +1,322 @@
+"""Where the host time of a layer goes: by package, by op and by module.
+
+Each of these instruments slows the host, each in another way, so shares count and sums exceed the
+time of `host_cost.py`.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from host_cost_driver import LAUNCHES
+from host_cost_marks import BACKWARD, FORWARD, between, observed
+from host_cost_models import MICRO_BATCHES, Contender
+
+PACKAGES = (
+    # (a part of the path, package), of which the first that fits counts
+    ("/host_cost", "this benchmark"),
+    ("/mtrain_kernels/", "mtrain_kernels"),
+    ("/mtrain/", "mtrain"),
+    ("/megatron/", "megatron-core"),
+    ("/transformers/", "transformers"),
+    ("/triton/", "triton"),
+    ("/torch/_library/", "torch._library"),
+    ("/torch/_ops.py", "torch._library"),
+    ("/torch/nn/modules/module.py", "nn.Module"),
+    ("/torch/autograd/", "torch.autograd"),
+    ("/torch/", "torch, other"),
+)
+Row = dict[str, Any]
+
+
+def package_of(path: str, name: str) -> str:
+    """Return the package of a function, by the file that defines it."""
+    if path == "~":
+        return "built-in functions"
+    return next((package for part, package in PACKAGES if part in path), "Python's library")
+
+
+class _Profiled:
+    """cProfile between the marks."""
+
+    def __init__(self) -> None:
+        self.profile = cProfile.Profile()
+
+    def begin(self, way: str) -> None:
+        """Go on profiling."""
+        self.profile.enable()
+
+    def end(self, way: str) -> None:
+        """Stop profiling."""
+        self.profile.disable()
+
+
+def by_function(contender: Contender, steps: int) -> tuple[list[Row], list[Row], list[Row]]:
+    """Return rows by package (own time), by function (own) and by function (inclusive).
+
+    Each row has microseconds and calls of a layer and micro-batch.
+    """
+    profiled = _Profiled()
+    with observed(contender.layers, contender.period, profiled):
+        for _ in range(steps):
+            contender.step()
+    units = _units(contender, steps)
+    packages: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    functions: list[Row] = []
+    stats = pstats.Stats(profiled.profile).stats  # type: ignore[attr-defined]
+    for (path, line, name), (_, calls, own, inclusive, _) in stats.items():
+        package = package_of(path, name)
+        packages[package][0] += own
+        packages[package][1] += calls
+        place = f"{Path(path).name}:{line} " if line else ""
+        functions.append(
+            {
+                "package": package,
+                "function": place + name,
+                "own_us": round(1e6 * own / units, 1),
+                "us": round(1e6 * inclusive / units, 1),
+                "calls": round(calls / units, 1),
+            }
+        )
+    rows = [
+        {"package": name, "own_us": round(1e6 * own / units, 1), "calls": round(calls / units, 1)}
+        for name, (own, calls) in packages.items()
+    ]
+    return (
+        sorted(rows, key=lambda row: -row["own_us"]),
+        sorted(functions, key=lambda row: -row["own_us"]),
+        sorted(functions, key=lambda row: -row["us"]),
+    )
+
+
+class _Traced:
+    """torch.profiler between the marks of each micro-batch."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Any]] = []
+        self._open: Any = None
+
+    def begin(self, way: str) -> None:
+        """Open a range of the trace."""
+        import torch
+
+        self._open = torch.profiler.record_function(f"host_cost {way}")
+        self._open.__enter__()
+
+    def end(self, way: str) -> None:
+        """Close the range."""
+        self._open.__exit__(None, None, None)
+
+
+LAUNCH = "launch "
+"""Begins the name of a Triton launch in a trace."""
+
+
+def by_op(contender: Contender, steps: int) -> list[Row]:
+    """Return inclusive time, calls and launches by op, those that no other op calls.
+
+    An op is one of torch's dispatcher, an `autograd.Function`, or in the backward a node of
+    autograd's graph with its hooks.
+    """
+    import torch
+
+    with (
+        observed(contender.layers, contender.period, _Traced()),
+        _launches_in_traces(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+    ):
+        for _ in range(steps):
+            contender.step()
+    units = _units(contender, steps)
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for event in profiler.events():
+        if not event.name.startswith("host_cost "):
+            continue
+        way = event.name.removeprefix("host_cost ")
+        for child in event.cpu_children:
+            one = found[way, _plain(child.name)]
+            one[0] += child.cpu_time_total
+            one[1] += 1
+            one[2] += _launched(child)
+    rows = [
+        {
+            "op": name,
+            "way": way,
+            "us": round(us / units, 1),
+            "calls": round(calls / units, 2),
+            "launches": round(launches / units, 2),
+        }
+        for (way, name), (us, calls, launches) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("autograd::engine::evaluate_function: ")
+
+
+def _launched(event: Any) -> int:
+    own = int(event.name.startswith(LAUNCH))
+    return own + sum(_launched(child) for child in event.cpu_children)
+
+
+@contextmanager
+def _launches_in_traces() -> Iterator[None]:
+    """Write each Triton launch into the trace while this is open."""
+    import torch
+
+    def note(kernel: str) -> None:
+        with torch._C._profiler._RecordFunctionFast(LAUNCH + kernel):
+            pass
+
+    LAUNCHES.listener = note
+    try:
+        yield
+    finally:
+        LAUNCHES.listener = None
+
+
+@dataclass
+class _Part:
+    """The time, launches and calls of a module."""
+
+    us: float = 0.0
+    launches: int = 0
+    calls: int = 0
+
+
+class _Parts:
+    """Own time of modules: what is called or arrived at last owns the time until the next."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], _Part] = defaultdict(_Part)
+        self.way: str | None = None
+        self._stack: list[str] = []
+        self._since = (0.0, 0)
+
+    def begin(self, way: str) -> None:
+        """Start with the time of no module."""
+        self.way = way
+        self._stack = ["between modules"]
+        self._since = (time.thread_time(), LAUNCHES.total)
+
+    def end(self, way: str) -> None:
+        """Give the rest of the time to the last module."""
+        self._settle()
+        self.way = None
+
+    def _settle(self) -> None:
+        now = time.thread_time()
+        if self.way is not None:
+            part = self.found[self.way, self._stack[-1]]
+            part.us += 1e6 * (now - self._since[0])
+            part.launches += LAUNCHES.total - self._since[1]
+        self._since = (time.thread_time(), LAUNCHES.total)
+
+    def enter(self, name: str) -> None:
+        """A module is called."""
+        if self.way == FORWARD:
+            self._settle()
+            self._stack.append(name)
+            self.found[FORWARD, name].calls += 1
+
+    def leave(self) -> None:
+        """A module returns."""
+        if self.way == FORWARD:
+            self._settle()
+            self._stack.pop()
+
+    def arrive(self, name: str) -> None:
+        """The gradient of a module's output is there."""
+        if self.way == BACKWARD:
+            self._settle()
+            self._stack = [name]
+            self.found[BACKWARD, name].calls += 1
+
+
+def by_module(contender: Contender, steps: int) -> list[Row]:
+    """Return own time, calls and launches by module of a layer.
+
+    The forward of a module is without the modules that it calls. Its backward is what happens
+    between the arrival of its output's gradient and that of another module's.
+    """
+    parts = _Parts()
+    with observed(contender.layers, contender.period, parts), _watched(contender, parts):
+        for _ in range(steps):
+            contender.step()
+    units = _units(contender, steps)
+    rows = [
+        {
+            "module": name,
+            "way": way,
+            "us": round(part.us / units, 1),
+            "calls": round(part.calls / units, 2),
+            "launches": round(part.launches / units, 2),
+        }
+        for (way, name), part in parts.found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+@contextmanager
+def _watched(contender: Contender, parts: _Parts) -> Iterator[None]:
+    """Report every module of the layers between the marks while this is open."""
+    hooks = []
+    for layer in between(contender.layers, contender.period):
+        for name, module in layer.named_modules():
+            hooks += _hooks(parts, module, name or "layer")
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hooks(parts: _Parts, module: Any, name: str) -> list[Any]:
+    def enter(*_: Any) -> None:
+        parts.enter(name)
+
+    def leave(_: Any, given: Any, out: Any) -> None:
+        for each in out if isinstance(out, tuple) else (out,):
+            if getattr(each, "grad_fn", None) is not None:
+                each.register_hook(lambda _: parts.arrive(name))
+        parts.leave()
+
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+
+def _units(contender: Contender, steps: int) -> int:
+    """Return how many layers of micro-batches lie between the marks of some steps."""
+    return len(between(contender.layers, contender.period)) * MICRO_BATCHES * steps
+
+
+def tables(contender: Contender, steps: int, top: int = 20) -> dict[str, list[Row]]:
+    """Return all tables of a contender; those of functions have their `top` first rows."""
+    packages, own, inclusive = by_function(contender, steps)
+    return {
+        "own time by package": packages,
+        "own time by function": own[:top],
+        "inclusive time by function": inclusive[: 2 * top],
+        "inclusive time by op": by_op(contender, steps)[: 2 * top],
+        "own time by module": by_module(contender, steps),
+    }
+
+
+def as_text(name: str, found: dict[str, list[Row]], show: Callable[[str], None] = print) -> None:
+    """Print the tables of a contender in Markdown."""
+    for title, rows in found.items():
+        show(f"#### {name}: {title}, microseconds of a layer and micro-batch\n")
+        keys = list(rows[0])
+        show("| " + " | ".join(keys) + " |")
+        show("|" + "---|" * len(keys))
+        for row in rows:
+            show("| " + " | ".join(str(value) for value in row.values()) + " |")
+        show("")
