@@ -57,7 +57,11 @@ def _observed(args: tuple[Any, ...]) -> bool:
 
 
 def _differentiated(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(value, Tensor) and value.requires_grad for value in args)
+    for value in args:
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, Tensor) and one.requires_grad:
+                return True
+    return False
 
 
 def _written(value: Tensor | Sequence[Tensor]) -> None:
