@@ -73,9 +73,10 @@ class Kernel(JITFunction[Any]):
                 kernel = known.kernel
                 stream = active.get_current_stream(device)
                 given = args + known.constants
-                enter = knobs.runtime.launch_enter_hook
+                enter = _called(knobs.runtime.launch_enter_hook)
+                leave = _called(knobs.runtime.launch_exit_hook)
                 metadata = None
-                if enter is not None:
+                if enter is not None or leave is not None:
                     metadata = kernel.launch_metadata(grid, stream, *given)
                 kernel.run(
                     *grid,
@@ -85,7 +86,7 @@ class Kernel(JITFunction[Any]):
                     kernel.packed_metadata,
                     metadata,
                     enter,
-                    knobs.runtime.launch_exit_hook,
+                    leave,
                     *given,
                 )
                 return kernel
@@ -107,6 +108,13 @@ class Kernel(JITFunction[Any]):
         if not all(parameter.is_constexpr for parameter in rest):
             return None
         return tuple(constants.get(each.name, each.default) for each in rest)
+
+
+def _called(hook: Any) -> Any:
+    """Return a hook of Triton's, or None where it is a chain without links, which would be called
+    for nothing.
+    """
+    return hook if getattr(hook, "calls", True) else None
 
 
 def _kinds(args: tuple[Any, ...]) -> list[Any] | None:
