@@ -22,7 +22,7 @@ from mtrain.config.schema.run import GROUPS
 from tests.support.patience import patient
 
 Explain = Callable[..., dict[str, Any]]
-WITHOUT_A_MESSAGE = {"MT001", "MT321", "MT607", "MT611", "MT612", "MT613", "MT620"}
+WITHOUT_A_MESSAGE = {"MT001", "MT321", "MT611", "MT613"}
 """Codes whose message takes a file to show, or has no words of its own."""
 
 
