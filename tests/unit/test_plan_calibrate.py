@@ -294,8 +294,8 @@ ON_GPUS = ["model=llama3_8b", "data=mock", "parallel=dp8", "cluster.device_memor
     ("rows", "says"),
     [
         ([("h100x8", 10.0), ("a100", 20.0)], "cuda sm_80 with 2039"),
-        ([("h100x8", 1e-4)], "no rates explain the runs"),
-        ([("h100x8", 1e6)], "no rates explain the runs"),
+        ([("h100x8", 1e-4)], "none explain the runs"),
+        ([("h100x8", 1e6)], "none explain the runs"),
     ],
 )
 def test_calibrate_foreign_runs_are_refused(

@@ -141,7 +141,7 @@ def write_page(to: Path, text: str) -> None:
         with to.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise _unwritten(to, f"cannot be written: {error.strerror}") from None
+        raise _unwritten(to, error.strerror or "") from None
 
 
 def _unwritten(path: Path, rule: str) -> ConfigError:
