@@ -74,7 +74,7 @@ class Launched:
 class Variables:
     """A launcher that numbers its processes by variables and nothing else.
 
-    A process is one of its processes if `rank` and `size` are set.
+    A process is one of its processes if `rank` is set, and `size` or `size_if_unset`.
     """
 
     launcher: str
@@ -87,14 +87,17 @@ class Variables:
     """Machines, over which the processes are spread evenly."""
     launch: Names = ()
     """The name of the launch, which is equal in all of its processes."""
+    size_if_unset: int | None = None
+    """Processes if none of `size` is set; None: another launcher set `rank`."""
 
     def __call__(self, environment: Environment) -> Launched | None:
         rank = _first_set(environment, *self.rank)
         size = _first_set(environment, *self.size)
-        if not environment.get(rank) or not environment.get(size):
+        unset = not environment.get(size)
+        if not environment.get(rank) or (unset and self.size_if_unset is None):
             return None
         index = _number(environment, rank)
-        count = _count(environment, size)
+        count = _count(environment, size, self.size_if_unset)
         local_rank = _first_set(environment, *self.local_rank)
         here = _first_set(environment, *self.local_size, *self.machines)
         machines = 0
@@ -422,6 +425,8 @@ OPEN_MPI = Variables(
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     launch=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    # Without a number, each process would otherwise train a run of its own.
+    size_if_unset=1,
 )
 _LOCAL_OF_PMI = {
     "local_rank": ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
