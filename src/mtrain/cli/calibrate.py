@@ -23,7 +23,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page
 from mtrain.plan.time.calibrate import EXPECTED, Fit, fitted
 from mtrain.plan.time.device import missing
-from mtrain.units import duration
+from mtrain.units import duration, number_of
 
 USAGE = (
     "plan --calibrate RUN_OR_FILE... out=FILE.yaml, with cluster=NAME where only kernels of a GPU"
@@ -194,8 +194,8 @@ def _write(out: Path, best: Fit, measured: Found) -> None:
 def _counted(measured: Found) -> str:
     runs = len(measured.runs)
     files = len(measured.kernels)
-    words = [f"{runs} measured run{'s' * (runs > 1)}"] if runs else []
-    words += [f"{files} file{'s' * (files > 1)} of kernels"] if files else []
+    words = [number_of(runs, "measured run")] if runs else []
+    words += [f"{number_of(files, 'file')} of kernels"] if files else []
     return " and ".join(words)
 
 

@@ -43,7 +43,7 @@ from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.data import WEIGHTS_OF, DataConfig, read_corpora
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import CorruptData
-from mtrain.units import MIB
+from mtrain.units import MIB, number_of
 
 MAX_READ = 100
 """Files of a folder that are looked into; beyond them a file is taken for text."""
@@ -108,8 +108,9 @@ def text_existence(run: RunConfig) -> Iterator[Finding]:
     # A byte is at most a token, and each document ends with one more.
     elif size + files < need:
         detail = (
-            f"{size} bytes in {files} documents are at most {size + files} tokens; {splits} splits"
-            f" of at least one sample need {need}"
+            f"{number_of(size, 'byte')} in {number_of(files, 'document')} are at most"
+            f" {size + files} tokens; {number_of(splits, 'split')} of at least one sample need"
+            f" {need}"
         )
         # The length that fits: a sample needs one token more than it predicts.
         few = (size + files) // splits - 1
@@ -120,7 +121,7 @@ def text_existence(run: RunConfig) -> Iterator[Finding]:
 
 
 def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, int, str | None]:
-    """Return the bytes and documents of text at a path, counted up to `need` bytes, and why there
+    """Return the bytes and documents of text at a path, number_of up to `need` bytes, and why there
     is no text.
     """
     if path.is_file():
@@ -226,7 +227,7 @@ def _corpus(
     base = user_path(text)
     # A user who completes the name in a shell ends with one of the two files.
     if base.suffix in (".bin", ".idx"):
-        detail = f"a prefix has no {base.suffix}"
+        detail = f"cannot be a prefix because it ends in {base.suffix}"
         yield Finding("MT306", "data.path", detail, [renamed(text[:-4])])
         return
     for suffix in (".idx", ".bin"):
