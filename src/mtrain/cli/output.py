@@ -33,7 +33,7 @@ def needed(words: Sequence[str], usage: str) -> str:
         ConfigError: there are no words.
     """
     if not words:
-        raise refusal("a word is missing", usage)
+        raise refusal("cannot run because a word is missing", usage)
     return words[0]
 
 

@@ -137,7 +137,10 @@ def _how_many(values: Mapping[str, Any]) -> dict[str, Any]:
     names = ("documents", "tokens", "share")
     given = {name: values[name] for name in names if values[name] is not None}
     if len(given) != 1:
-        rule = "one of documents=, tokens= and share= says how many"
+        rule = (
+            "cannot draw documents because exactly one of documents=, tokens= and share= must be"
+            " set"
+        )
         raise refusal(rule, "documents=1000", "MT002", "documents")
     return given
 
