@@ -428,10 +428,8 @@ OPEN_MPI = Variables(
     # Without a number, each process would otherwise train a run of its own.
     size_if_unset=1,
 )
-_LOCAL_OF_PMI = {
-    "local_rank": ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    "local_size": ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-}
+PMI_LOCAL_RANK = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+PMI_LOCAL_SIZE = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 # Readers of each launcher's variables; the first that recognises this process counts. The order
 # matters: torchrun and mpirun may run under srun, whose variables their processes then inherit, and
 # launchers of MPI set PMI variables next to their own.
@@ -452,10 +450,17 @@ LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
         "PMIx",
         rank=("PMIX_RANK",),
         size=("PMIX_SIZE", "PMI_SIZE"),
+        local_rank=PMI_LOCAL_RANK,
+        local_size=PMI_LOCAL_SIZE,
         launch=("PMIX_NAMESPACE",),
-        **_LOCAL_OF_PMI,
     ),
     # such as MPICH's Hydra; PMI_ID is the number of the process, not the name of the launch
-    Variables("PMI", rank=("PMI_RANK",), size=("PMI_SIZE", "PMIX_SIZE"), **_LOCAL_OF_PMI),
+    Variables(
+        "PMI",
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE", "PMIX_SIZE"),
+        local_rank=PMI_LOCAL_RANK,
+        local_size=PMI_LOCAL_SIZE,
+    ),
     _kubernetes,
 )
