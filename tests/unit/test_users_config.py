@@ -230,6 +230,22 @@ def test_users_config_defaults_name_is_a_group_file(laid: Laid) -> None:
     assert compose(["trainer=mine/lost"]).run.trainer.train_iters == 77
 
 
+def test_users_config_changed_file_changes_next_composition(laid: Laid) -> None:
+    laid(
+        {
+            "trainer/top.yaml": "defaults: [sub/x@_here_, _self_]\n",
+            "trainer/sub/x.yaml": "train_iters: 5\n",
+        }
+    )
+    assert compose(["trainer=top"]).run.trainer.train_iters == 5
+    laid({"trainer/sub/x.yaml": "defaults: [y]\n", "trainer/sub/y.yaml": "train_iters: 6\n"})
+    assert compose(["trainer=top"]).run.trainer.train_iters == 6, "its list is not the former one"
+    folder = laid({"trainer/sub/y.yaml": "train_iters: 7\n"})
+    assert compose(["trainer=top"]).run.trainer.train_iters == 7
+    (folder / "trainer/sub/y.yaml").unlink()
+    assert [problem.code for problem in refusals("trainer=top")] == ["MT011"]
+
+
 def test_users_config_refused_recipe_is_named_in_table(
     laid: Laid, capsys: pytest.CaptureFixture[str]
 ) -> None:
