@@ -247,11 +247,13 @@ def test_users_config_changed_file_changes_next_composition(laid: Laid) -> None:
 
 
 def test_users_config_refused_recipe_is_named_in_table(
-    laid: Laid, capsys: pytest.CaptureFixture[str]
+    laid: Laid, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = laid(
         {"recipes/mine.yaml": "defaults: [_self_, {override /parallel: tp2}]\ntrainer: {seed: 1}\n"}
     )
+    # the other recipes are in no other table
+    monkeypatch.setattr("mtrain.cli.check_all.recipe_names", lambda: ["llama/tiny_cpu", "mine"])
     words = ["model=llama_tiny", "precision=fp32", "cluster=local"]
     assert main(["check", "--all", "parallel=tp2", *words]) == 0
     assert main(["check", "--all", *words]) == 2
