@@ -1,7 +1,8 @@
 """Codes of problems: each says once what cannot be done and why.
 
-A rule declares its own codes. `codes.yaml` has the codes of files, the command line, the schema,
-the machine, runs and imports.
+A rule declares the codes that only rules raise. `codes.yaml` has those of files, the command line,
+the schema, the machine, runs and imports: a message has the same words in a process that never
+loads the rules.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Severity = Literal["error", "warning"]
 FILE = Path(__file__).with_name("codes.yaml")
@@ -50,12 +51,18 @@ def declare(code: Code) -> None:
 
 @cache
 def outside_rules() -> Mapping[str, Code]:
-    """Return the codes that no rule raises."""
-    # A command that finds no problem never needs the table, nor the YAML package.
+    """Return the codes that are not only raised by rules."""
+    return {code: Code(code, **row) for code, row in own_yaml(FILE).items()}
+
+
+def own_yaml(path: Path) -> Any:
+    """Return the content of a YAML file of this package."""
+    # A command that finds no problem needs no such file, nor the YAML package.
     import yaml
 
-    rows = yaml.load(FILE.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
-    return {code: Code(code, **row) for code, row in rows.items()}
+    # libyaml reads a file in a tenth of the time, but PyYAML may be built without it.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
 
 
 def sentence(code: str, detail: str) -> str:

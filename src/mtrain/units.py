@@ -41,6 +41,11 @@ def _three_digits(n: float) -> str:
     return f"{n:.0f}"
 
 
+def number_of(number: int, noun: str) -> str:
+    """Return a number of things: '1 layer', '2 layers'."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def bytes_(n: float) -> str:
     """Return bytes with a binary suffix: 1536 -> '1.5 KiB'."""
     for size, suffix in ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

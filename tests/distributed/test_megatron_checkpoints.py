@@ -205,7 +205,7 @@ def test_megatron_checkpoint_foreign_model_writes_nothing(
         assert re.search(said, found), found
         assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
     assert command("import", "--megatron", tmp_path / "theirs", tmp_path / "run") == 2
-    assert "which model it is" in capfd.readouterr().err
+    assert "model: cannot be left out" in capfd.readouterr().err
 
 
 def test_megatron_checkpoint_differing_duplicate_norm_is_refused(tmp_path: Path) -> None:

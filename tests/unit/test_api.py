@@ -72,7 +72,7 @@ def test_api_train_and_generate_return_folder_and_texts(
     assert [one.prompt for one in written.texts] == ["import ", "def "]
     assert written.tokens == 6
     assert written.seconds > 0
-    with pytest.raises(ConfigError, match="cp is 2"):
+    with pytest.raises(ConfigError, match="MT313"):
         api.generate(folder, ["x"], overrides=["parallel=cp2"])
 
 

@@ -75,7 +75,7 @@ def _says(path: str, key: str) -> bool:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "row", [row for row in (*ROWS, *OWN_ROWS) if row.code], ids=lambda row: row.name
 )

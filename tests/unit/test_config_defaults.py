@@ -216,6 +216,7 @@ def test_config_defaults_earlier_run_file_loads(tmp_path: Any) -> None:
     assert read_run_file(file) == resolve(tiny(), LAPTOP)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [name for name in choices_of_group("model") if "tiny" not in name])
 def test_config_defaults_rate_and_batch_follow_gpt3_size(name: str) -> None:
     model = compose([f"model={name}"]).run.model

@@ -137,6 +137,7 @@ def test_hydra_composes_equal_trees(seed: int, monkeypatch: pytest.MonkeyPatch) 
     assert ours == by_hydra_alone(words), words
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(CASES))
 def test_hydra_origin_states_every_value(seed: int) -> None:
     """What the command line says is the command line's; else the named line of the named file has

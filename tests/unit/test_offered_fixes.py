@@ -140,7 +140,7 @@ def is_setting(fix: str) -> bool:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("argument", "fix"), COMMANDS.items())
 def test_fixes_for_argument_are_meant_and_pass(argument: str, fix: str) -> None:
     (problem,) = validated(argument)
@@ -149,6 +149,7 @@ def test_fixes_for_argument_are_meant_and_pass(argument: str, fix: str) -> None:
         assert validated(*shlex.split(one)) == [], one
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("text", "fix"), FILES.items())
 def test_fixes_for_file_are_meant_and_pass(tmp_path: Path, text: str, fix: str) -> None:
     (tmp_path / "r.yaml").write_text(text)
@@ -205,6 +206,7 @@ TORN = [f"optim.lr={text}" for text in WORDS.split()]
 BROKEN = TABLES["broken"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("text", [*TORN, *BROKEN])
 def test_fixes_hide_parser_messages(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.yaml").write_text(text)

@@ -164,28 +164,40 @@ KERNELS = {
     "rows": [],
 }
 BAD = {
-    "no JSON": ("{", "is no JSON"),
+    "no JSON": ("{", "cannot be read as JSON"),
     "no list": ('{"step_s": 1}', "no list"),
     "no rows": ("[]", "no list"),
-    "deep": ("[" * 100_000, "is no JSON"),
-    "no words": ('[{"step_s": 1}]', "row 1: a row needs overrides"),
-    "no time": (json.dumps([ROW, ROW | {"step_s": None}]), "row 2: seconds"),
-    "a time below 0": (json.dumps([ROW | {"step_s": -1}]), "row 1: seconds"),
-    "no number": ('[{"overrides": [], "step_s": NaN}]', "row 1: seconds"),
-    "a large number": (f"[{json.dumps(ROW)[:-4]}1{'0' * 400}}}]", "row 1: seconds"),
+    "deep": ("[" * 100_000, "cannot be read as JSON"),
+    "no words": ('[{"step_s": 1}]', "row 1: cannot be read because overrides"),
+    "no time": (
+        json.dumps([ROW, ROW | {"step_s": None}]),
+        "row 2: cannot be read because the time is",
+    ),
+    "a time below 0": (
+        json.dumps([ROW | {"step_s": -1}]),
+        "row 1: cannot be read because the time is",
+    ),
+    "no number": (
+        '[{"overrides": [], "step_s": NaN}]',
+        "row 1: cannot be read because the time is",
+    ),
+    "a large number": (
+        f"[{json.dumps(ROW)[:-4]}1{'0' * 400}}}]",
+        "row 1: cannot be read because the time is",
+    ),
     "a GPU without its rates": (
         json.dumps([ROW | {"overrides": [*ON[::2], "cluster=h100", "cluster.memory_gbps=null"]}]),
         "needs cluster.memory_gbps",
     ),
     "kernels without numbers": (
         '{"dtype": "float32", "ceilings": {}}',
-        "gemm_flop_per_s have to be a number",
+        "cannot be read because gemm_flop_per_s is",
     ),
     "kernels of no format": (
         '{"dtype": ["float32"], "ceilings": {}}',
-        "kernels need dtype, one of bfloat16",
+        "and not one of bfloat16",
     ),
-    "ceilings that are none": ('{"dtype": "float32", "ceilings": 3}', "a mapping of rates"),
+    "ceilings that are none": ('{"dtype": "float32", "ceilings": 3}', "no mapping of rates"),
     "ceilings of infinity": (
         json.dumps(KERNELS | {"ceilings": {"gemm_flop_per_s": float("inf")}}),
         "a number above 0",
@@ -294,8 +306,8 @@ ON_GPUS = ["model=llama3_8b", "data=mock", "parallel=dp8", "cluster.device_memor
     ("rows", "says"),
     [
         ([("h100x8", 10.0), ("a100", 20.0)], "cuda sm_80 with 2039"),
-        ([("h100x8", 1e-4)], "no rates explain the runs"),
-        ([("h100x8", 1e6)], "no rates explain the runs"),
+        ([("h100x8", 1e-4)], "none explain the runs"),
+        ([("h100x8", 1e6)], "none explain the runs"),
     ],
 )
 def test_calibrate_foreign_runs_are_refused(

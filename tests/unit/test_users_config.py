@@ -230,12 +230,30 @@ def test_users_config_defaults_name_is_a_group_file(laid: Laid) -> None:
     assert compose(["trainer=mine/lost"]).run.trainer.train_iters == 77
 
 
+def test_users_config_changed_file_changes_next_composition(laid: Laid) -> None:
+    laid(
+        {
+            "trainer/top.yaml": "defaults: [sub/x@_here_, _self_]\n",
+            "trainer/sub/x.yaml": "train_iters: 5\n",
+        }
+    )
+    assert compose(["trainer=top"]).run.trainer.train_iters == 5
+    laid({"trainer/sub/x.yaml": "defaults: [y]\n", "trainer/sub/y.yaml": "train_iters: 6\n"})
+    assert compose(["trainer=top"]).run.trainer.train_iters == 6, "its list is not the former one"
+    folder = laid({"trainer/sub/y.yaml": "train_iters: 7\n"})
+    assert compose(["trainer=top"]).run.trainer.train_iters == 7
+    (folder / "trainer/sub/y.yaml").unlink()
+    assert [problem.code for problem in refusals("trainer=top")] == ["MT011"]
+
+
 def test_users_config_refused_recipe_is_named_in_table(
-    laid: Laid, capsys: pytest.CaptureFixture[str]
+    laid: Laid, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = laid(
         {"recipes/mine.yaml": "defaults: [_self_, {override /parallel: tp2}]\ntrainer: {seed: 1}\n"}
     )
+    # the other recipes are in no other table
+    monkeypatch.setattr("mtrain.cli.check_all.recipe_names", lambda: ["llama/tiny_cpu", "mine"])
     words = ["model=llama_tiny", "precision=fp32", "cluster=local"]
     assert main(["check", "--all", "parallel=tp2", *words]) == 0
     assert main(["check", "--all", *words]) == 2

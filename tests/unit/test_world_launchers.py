@@ -192,6 +192,10 @@ def test_launchers_contradictions_are_refused(environment: dict[str, str], words
             "OMPI_COMM_WORLD_RANK is 8 and OMPI_COMM_WORLD_SIZE is 8: ",
         ),
         (
+            {**MPIRUN, "OMPI_COMM_WORLD_SIZE": ""},
+            "OMPI_COMM_WORLD_RANK is 5 and OMPI_COMM_WORLD_SIZE is not set: ",
+        ),
+        (
             {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "9"},
             "OMPI_COMM_WORLD_LOCAL_SIZE puts 9 processes",
         ),

@@ -17,7 +17,7 @@ from mtrain.config.compose.paths import program
 from mtrain.config.disk.files import download_of
 from mtrain.durable import sync
 from mtrain.errors import BadEnvironment
-from mtrain.units import bytes_
+from mtrain.units import bytes_, number_of
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
@@ -29,7 +29,7 @@ def given_paths(argv: list[str], many: int, usage: str) -> list[Path]:
         ConfigError: there are more or fewer than `many`, or one does not exist.
     """
     if len(argv) != many or any("=" in word for word in argv):
-        rule = f"convert {usage.split()[0]} needs {many} path{'s' * (many > 1)}"
+        rule = f"cannot {usage.split()[0]} because it takes {number_of(many, 'path')}"
         raise refusal(rule, f"{program()} convert {usage}", "MT002")
     paths = [Path(word).expanduser() for word in argv]
     for path in paths:
@@ -55,7 +55,8 @@ def source_and_new(argv: list[str], usage: str) -> tuple[Path, Path, list[str]]:
     """
     (source,) = given_paths(argv[:1], 1, usage)
     if len(argv) < 2 or "=" in argv[1]:
-        raise refusal("the folder to write is missing", f"{program()} convert {usage}", "MT002")
+        rule = "cannot import because the folder to write is missing"
+        raise refusal(rule, f"{program()} convert {usage}", "MT002")
     return source, new_folder(Path(argv[1]).expanduser()), argv[2:]
 
 
@@ -79,7 +80,8 @@ def read_dtype(options: Mapping[str, str]) -> str | None:
     word = options.get("dtype")
     if word is not None and word not in DTYPES:
         fix = " or ".join(f"dtype={known}" for known in DTYPES)
-        raise refusal("no such format", fix, "MT003", "dtype", word)
+        rule = "cannot be written because there is no such format"
+        raise refusal(rule, fix, "MT003", "dtype", word)
     return DTYPES[word] if word is not None else None
 
 

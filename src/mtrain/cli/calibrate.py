@@ -23,7 +23,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page
 from mtrain.plan.time.calibrate import EXPECTED, Fit, fitted
 from mtrain.plan.time.device import missing
-from mtrain.units import duration
+from mtrain.units import duration, number_of
 
 USAGE = (
     "plan --calibrate RUN_OR_FILE... out=FILE.yaml, with cluster=NAME where only kernels of a GPU"
@@ -55,12 +55,11 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     outs = [word.removeprefix("out=") for word in given if word.startswith("out=")]
     words = [word for word in argv if word not in given]
     if not words or len(outs) != 1 or not outs[0]:
-        raise bad(
-            "calibrating needs run folders or files of what was measured, and out=FILE once", USAGE
-        )
+        rule = "cannot calibrate because it takes run folders or measured files, and out=FILE once"
+        raise bad(rule, USAGE)
     out = Path(expanduser(outs[0]))
     if "\0" in outs[0] or not out.name:
-        raise bad("out names no file", "out=FILE.yaml", "MT704")
+        raise bad("the name of out is empty", "out=FILE.yaml", "MT704")
     # without one it would be no choice
     if out.suffix not in YAML_ENDINGS and not out.exists():
         out = out.with_name(f"{out.name}.yaml")
@@ -87,7 +86,8 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
     for name, value in (("device", _device), ("number format", _format)):
         if len(kinds := {value(run) for run in runs}) > 1:
             raise bad(
-                f"the runs differ in their {name}: {' and '.join(sorted(kinds))}",
+                f"cannot fit rates because the runs differ in their {name}:"
+                f" {' and '.join(sorted(kinds))}",
                 "runs of one kind of machine",
             )
     _one_format(runs)
@@ -96,12 +96,13 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
     try:
         best = fitted([one for _, one in measured.runs], start, measured.kernels)
     except ValueError as error:
-        raise bad(str(error), "runs of another model", "MT254") from None
+        rule = f"cannot fit rates because {error}"
+        raise bad(rule, "runs of another model", "MT254") from None
     # The median ignores a few disturbed runs.
     if runs and (off := median(abs(log(1 + error)) for error in best.errors)) > log(FARTHEST):
         rule = (
-            f"no rates explain the runs: with the best, a step is planned {exp(off):.3g} times too"
-            " long or too short"
+            "cannot fit rates because none explain the runs: with the best, a step is planned"
+            f" {exp(off):.3g} times too long or too short"
         )
         raise bad(
             rule, "seconds of whole steps, and the cluster that they were measured on", "MT254"
@@ -109,8 +110,8 @@ def _fitted(measured: Found, words: Sequence[str]) -> Fit:
     for name, share in best.cluster.reached.items():
         if name in SHARES and not LEAST <= share <= MOST:
             rule = (
-                f"{name}: the kernels reached {share:.2g} of what {start.name} states, so they ran"
-                " on something else"
+                f"cannot use the rate of {name} because the kernels reached {share:.2g} of what"
+                f" {start.name} states, so they ran on something else"
             )
             raise bad(rule, "the cluster that they were measured on", "MT254")
     return best
@@ -121,7 +122,7 @@ def _one_format(runs: Sequence[RunConfig]) -> None:
     for run in runs:
         p = run.precision
         if facts_of(run.cluster.device).on_host and p.multiplies_in != p.format:
-            rule = f"products in {p.multiplies_in} have no rate on a CPU"
+            rule = f"cannot fit rates because products in {p.multiplies_in} have none on a CPU"
             raise bad(rule, "runs whose products are in the format of their weights", "MT254")
 
 
@@ -143,7 +144,8 @@ def _stated_enough(start: ClusterConfig, measured: Found) -> None:
         lacks += missing(start, (p.format, p.multiplies_in), one.run.parallel.ranks)
     if lacks:
         rule = (
-            f"the reached share of the peak of {start.name} needs {', '.join(dict.fromkeys(lacks))}"
+            f"cannot fit rates because the reached share of the peak of {start.name} needs"
+            f" {', '.join(dict.fromkeys(lacks))}"
         )
         raise bad(rule, "cluster=h100, or those keys from a data sheet in a cluster file", "MT254")
 
@@ -185,16 +187,15 @@ def _write(out: Path, best: Fit, measured: Found) -> None:
         with out.open("x", encoding="utf-8") as file:
             file.write(head + "".join(lines))
     except OSError as error:
-        raise bad(
-            f"{out} cannot be written: {error.strerror}", "out=FILE in another folder", "MT704"
-        ) from None
+        rule = error.strerror or ""
+        raise bad(rule, "out=FILE in another folder", "MT704", str(out)) from None
 
 
 def _counted(measured: Found) -> str:
     runs = len(measured.runs)
     files = len(measured.kernels)
-    words = [f"{runs} measured run{'s' * (runs > 1)}"] if runs else []
-    words += [f"{files} file{'s' * (files > 1)} of kernels"] if files else []
+    words = [number_of(runs, "measured run")] if runs else []
+    words += [f"{number_of(files, 'file')} of kernels"] if files else []
     return " and ".join(words)
 
 

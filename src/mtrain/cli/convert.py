@@ -51,10 +51,11 @@ def run(words: list[str], *, as_json: bool, megatron: bool = False) -> int:
         "verify": lambda rest: verify(rest, as_json=as_json),
     }
     if not words or words[0] not in subverbs:
-        said = f"convert has no {words[0]!r}" if words else "convert needs a subverb"
-        raise refusal(f"{said}; there are {', '.join(subverbs)}", USAGE, "MT002")
+        said = f"{words[0]} is no subverb" if words else "a subverb is missing"
+        rule = f"cannot convert because {said} (there are {', '.join(subverbs)})"
+        raise refusal(rule, USAGE, "MT002")
     if megatron and words[0] not in ("import", "export"):
-        rule = f"--megatron belongs to import and export; {words[0]} sees what a folder is"
+        rule = f"--megatron: {words[0]} takes no such flag, and sees what a folder is"
         raise refusal(rule, f"convert {words[0]}, without --megatron")
     return subverbs[words[0]](words[1:])
 
@@ -68,7 +69,10 @@ def import_(argv: list[str]) -> int:
     from mtrain.convert.megatron.torch_dist import is_torch_dist
 
     if is_torch_dist(source) and not is_folder(source):
-        rule = f"{source} is a checkpoint of megatron-core, and no Hugging Face folder"
+        rule = (
+            f"cannot import {source} without --megatron because it is a checkpoint of"
+            " megatron-core, and no Hugging Face folder"
+        )
         fix = f"{program()} convert import --megatron {source} {out} model=NAME"
         raise refusal(rule, fix, "MT002")
     # fail on a missing file before anything is written
@@ -99,8 +103,9 @@ def export(argv: list[str]) -> int:
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     unknown = sorted(options.keys() - {"dtype", "model_type", "peft"})
     if len(paths) != 1 or unknown:
-        said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
-        raise refusal(said, f"{program()} convert export RUN HF_DIR [dtype=bf16]", "MT002")
+        why = f"{unknown[0]} is no option" if unknown else "the folder to write is missing"
+        usage = f"{program()} convert export RUN HF_DIR [dtype=bf16]"
+        raise refusal(f"cannot export because {why}", usage, "MT002")
     dtype = read_dtype(options)
     version = _peft_version(options)
     out = new_folder(Path(paths[0]).expanduser())
@@ -143,7 +148,7 @@ def _peft_version(options: dict[str, str]) -> str | None:
     word = options.get("peft")
     if word is not None and word not in PEFT_VERSIONS:
         fix = " or ".join(f"peft={known}" for known in PEFT_VERSIONS)
-        raise refusal("no form of peft that is written", fix, "MT003", "peft", word)
+        raise refusal("cannot be written as a form of peft", fix, "MT003", "peft", word)
     return PEFT_VERSIONS[word] if word is not None else None
 
 
@@ -437,7 +442,7 @@ def export_whole(words: list[str]) -> int:
     usage = f"{program()} export runs/<name> OUT_FOLDER"
     target, rest = target_of(words, "export", usage)
     if len(rest) != 1 or "=" in rest[0]:
-        raise refusal("export needs the folder to write", usage, "MT002")
+        raise refusal("cannot export because the folder to write is missing", usage, "MT002")
     out = Path(rest[0]).expanduser()
     checkpoint = newest(target, usage)
     if out.exists():

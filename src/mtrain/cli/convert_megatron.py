@@ -39,7 +39,7 @@ def import_megatron(argv: list[str]) -> int:
     if not any(
         word.partition("=")[0].partition(".")[0].lstrip("+") in _SAY_A_MODEL for word in extra
     ):
-        rule = f"which model it is, {source} does not say as data; the command line has to"
+        rule = f"cannot be left out because {source} has no configuration of its model as data"
         raise refusal(rule, f"{program()} convert {IMPORT}", "MT002", "model")
     whole = any(word.partition("=")[0] in ("recipe", "run") for word in extra)
     # Weights do not depend on a layout: a bare model is taken on one rank.
@@ -103,8 +103,8 @@ def export_megatron(argv: list[str]) -> int:
     options = dict(word.split("=", 1) for word in rest if "=" in word)
     unknown = sorted(options.keys() - {"dtype", "layers"})
     if len(paths) != 1 or unknown:
-        said = f"there is no option {unknown[0]}" if unknown else "export needs the folder to write"
-        raise refusal(said, usage, "MT002")
+        why = f"{unknown[0]} is no option" if unknown else "the folder to write is missing"
+        raise refusal(f"cannot export because {why}", usage, "MT002")
     from mtrain.convert.megatron.checkpoint import KIND, LAYOUTS, export_checkpoint
 
     if options.get("layers", LAYOUTS[0]) not in LAYOUTS:
@@ -140,20 +140,18 @@ def _require_names(run: RunConfig) -> None:
     family = run.model.family
     fix = "convert import or export, without --megatron"
     if not family_of(run.model).megatron_names:
-        rule = f"Megatron-LM has no model with the weights of the family {family} as they are here"
-        raise refusal(
-            rule, "convert import or export, without --megatron", "MT503", "model.family", family
-        )
+        rule = "cannot convert this family because Megatron-LM has no model with these weights"
+        raise refusal(rule, fix, "MT503", "model.family", family)
     if run.model.dsa is not None:
         rule = (
-            "releases of Megatron-LM order the channels of an indexer differently, and no"
-            " checkpoint says how"
+            "cannot convert an indexer because releases of Megatron-LM order its channels"
+            " differently, and no checkpoint says how"
         )
         raise refusal(rule, fix, "MT503", "model.dsa")
     if run.model.linear_attention is not None:
         rule = (
-            "Megatron-LM keeps norms of linear attention less 1 and projections in sections:"
-            " neither is converted"
+            "cannot convert linear attention because Megatron-LM stores its norms less 1 and its"
+            " projections in sections"
         )
         raise refusal(rule, fix, "MT503", "model.linear_attention")
 

@@ -19,6 +19,7 @@ from mtrain.config.engine.formats import Format
 from mtrain.errors import ConfigError
 from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of_run
 from mtrain.plan.time.calibrate import Measured, Rates
+from mtrain.units import number_of
 
 # Bytes of a file of measurements at most: a larger one was not meant.
 LARGEST = 64 << 20
@@ -71,7 +72,7 @@ def _json(path: Path) -> Any:
         return json.loads(read_bytes(path, str(path), LARGEST))
     except (ValueError, RecursionError) as error:
         fix = 'a list of {"overrides": [...], "step_s": ...}, or results of kernels/bench/run.py'
-        raise bad(f"is no JSON: {str(error)[:200]}", fix, "MT001", str(path)) from None
+        raise bad(f"cannot be read as JSON: {str(error)[:200]}", fix, "MT001", str(path)) from None
 
 
 def _of_kernels(data: Mapping[str, Any], source: str) -> Rates:
@@ -80,10 +81,14 @@ def _of_kernels(data: Mapping[str, Any], source: str) -> Rates:
     ceilings = data["ceilings"]
     form = FORMATS.get(word) if isinstance(word, str) else None
     if form is None:
-        rule = f"kernels need dtype, one of {', '.join(FORMATS)}, and not {str(word)[:100]!r}"
+        rule = (
+            f"cannot be read because dtype is {str(word)[:100]!r}, and not one of"
+            f" {', '.join(FORMATS)}"
+        )
         raise bad(rule, KERNELS, "MT001", source)
     if not isinstance(ceilings, dict):
-        raise bad("kernels need ceilings, a mapping of rates", KERNELS, "MT001", source)
+        rule = "cannot be read because ceilings is no mapping of rates"
+        raise bad(rule, KERNELS, "MT001", source)
     products, memory = (
         _above_0(ceilings.get(key), key, f'"{key}": 1e12', source) for key in CEILINGS
     )
@@ -92,7 +97,8 @@ def _of_kernels(data: Mapping[str, Any], source: str) -> Rates:
 
 def _of_rows(rows: Any, path: Path) -> Iterator[tuple[str, Measured]]:
     if not isinstance(rows, list) or not rows:
-        raise bad("holds no list of measured rows", ROWS, "MT001", str(path))
+        rule = "cannot be read because it holds no list of measured rows"
+        raise bad(rule, ROWS, "MT001", str(path))
     for number, row in enumerate(rows, start=1):
         yield f"{path.name}, row {number}", _of_row(row, f"{path}: row {number}")
 
@@ -101,7 +107,7 @@ def _of_row(row: Any, source: str) -> Measured:
     words = row.get("overrides") if isinstance(row, dict) else None
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise bad(
-            "a row needs overrides, a list of words",
+            "cannot be read because overrides is no list of words",
             '{"overrides": ["model=llama_tiny"]}',
             "MT001",
             source,
@@ -112,13 +118,13 @@ def _of_row(row: Any, source: str) -> Measured:
 
 
 def _seconds(value: Any, source: str) -> float:
-    return _above_0(value, "seconds", '"step_s": 0.25', source)
+    return _above_0(value, "the time", '"step_s": 0.25', source)
 
 
 def _above_0(value: Any, what: str, fix: str, source: str) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not SMALLEST <= value <= MOST:
-        rule = f"{what} have to be a number above 0, and not {str(value)[:100]!r}"
+        rule = f"cannot be read because {what} is {str(value)[:100]!r}, and not a number above 0"
         raise bad(rule, fix, "MT001", source)
     return float(value)
 
@@ -133,7 +139,10 @@ def _of_run(folder: Path) -> Measured:
         raise bad(f"cannot be read: {error.strerror}", "another run", "MT001", str(path)) from None
     if len(steps) <= FIRST_STEPS:
         of = f" from step {full} on, the first of the whole batch" if full > 1 else ""
-        rule = f"has {len(steps)} steps{of}, and the first {FIRST_STEPS} are not counted"
+        rule = (
+            f"cannot be used because it has {number_of(len(steps), 'step')}{of}, and the first"
+            f" {FIRST_STEPS} are not counted"
+        )
         raise bad(rule, f"a run of more than {FIRST_STEPS} steps", "MT001", str(path))
     warm = steps[FIRST_STEPS:]
     source = f"{path}: step "

@@ -174,7 +174,8 @@ def read_arguments(
             need = f"at least {least}"
         elif most == least:
             need = f"{least}"
-        rule = f"{need} path{'s' if most != 1 else ''} needed, {len(rest)} given"
+        last = least if most is None else most
+        rule = f"cannot run because it takes {need} path{'s' * (last != 1)}, not {len(rest)}"
         raise refusal(rule, _fix(usage), "MT002")
     return values, [user_path(word) for word in rest]
 
@@ -186,7 +187,7 @@ def required(values: Mapping[str, Any], name: str, usage: str) -> Any:
         ConfigError: it is not set.
     """
     if values[name] is None:
-        raise refusal("is needed", _fix(usage), "MT002", name)
+        raise refusal("cannot be left out because it has no default", _fix(usage), "MT002", name)
     return values[name]
 
 

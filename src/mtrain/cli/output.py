@@ -33,7 +33,7 @@ def needed(words: Sequence[str], usage: str) -> str:
         ConfigError: there are no words.
     """
     if not words:
-        raise refusal("a word is missing", usage)
+        raise refusal("cannot run because a word is missing", usage)
     return words[0]
 
 
@@ -141,7 +141,7 @@ def write_page(to: Path, text: str) -> None:
         with to.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise _unwritten(to, f"cannot be written: {error.strerror}") from None
+        raise _unwritten(to, error.strerror or "") from None
 
 
 def _unwritten(path: Path, rule: str) -> ConfigError:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 from mtrain.cli.command import Page, Paged, Subverbs, Verb
+from mtrain.codes import own_yaml
 
 NAMES = (
     "train",
@@ -34,14 +33,12 @@ NAMES = (
     "explain",
 )
 PAGES = Path(__file__).with_name("pages")
-# A shell that completes a word reads all pages: the loader in C takes a tenth of the time.
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @cache
 def command_of(name: str) -> Verb | Subverbs:
     """Return the command that the page of a verb declares."""
-    page = Page(**yaml.load((PAGES / f"{name}.yaml").read_text(encoding="utf-8"), LOADER))
+    page = Page(**own_yaml(PAGES / f"{name}.yaml"))
     return Subverbs(name, page) if page.subverbs else Verb(name, page)
 
 

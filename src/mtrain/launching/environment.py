@@ -20,6 +20,7 @@ from pathlib import Path
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.machine.hardware import cpu_cores
 from mtrain.config.schema.run import RunConfig
+from mtrain.units import number_of
 
 # Filesystems on which a cache of many small files is slow, and which different machines share
 NETWORK = (
@@ -191,10 +192,7 @@ def _wanted(run: RunConfig, place: Place) -> Wanted:
     """Yield name, value, reason and accepted values (empty: any) of each variable."""
     device = facts_of(run.cluster.device)
     threads = str(max(1, place.cores // max(1, place.ranks_here)))
-    share = (
-        f"{place.cores} cores for {place.ranks_here} rank{'s' if place.ranks_here > 1 else ''} of"
-        " this machine"
-    )
+    share = f"{place.cores} cores for {number_of(place.ranks_here, 'rank')} of this machine"
     yield "OMP_NUM_THREADS", threads, share, ()
     yield "MKL_NUM_THREADS", threads, share, ()
     yield (

@@ -101,7 +101,7 @@ def _cpu_shortages(
     out = []
     if needed > machine.memory_bytes:
         size = units.count(parameters(run.model))
-        processes = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        processes = units.number_of(ranks, "rank")
         out.append(
             f"needs at least {units.bytes_(needed)} of memory for weights, gradients, optimizer"
             f" state and activations of {size} parameters on {processes}; here:"

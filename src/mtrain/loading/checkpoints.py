@@ -67,15 +67,12 @@ def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
         ConfigError: the folder is missing, or is neither a run nor a checkpoint.
     """
     if not argv or "=" in argv[0]:
-        raise ConfigError.of(
-            "MT002", "", None, f"{verb} needs a run folder or a checkpoint folder", usage
-        )
+        rule = f"cannot {verb} because a run folder or checkpoint folder is missing"
+        raise ConfigError.of("MT002", "", None, rule, usage)
     target = Path(argv[0]).expanduser()
     if not (target / ckpt_folder.RUN_FILE).is_file():
         what = "does not exist" if not target.exists() else f"has no {ckpt_folder.RUN_FILE}"
-        raise ConfigError.of(
-            "MT502", "", None, f"{target} {what}; {verb} needs a run or checkpoint folder", usage
-        )
+        raise ConfigError.of("MT502", "", None, f"{target} {what}", usage)
     return target, argv[1:]
 
 
@@ -96,13 +93,10 @@ def require_writing(run: RunConfig) -> None:
         ConfigError: the family continues no text, or context parallelism splits a sequence.
     """
     if not family_of(run.model).writes:
-        rule = f"a model of the family {run.model.family} does not continue texts"
-        raise ConfigError.of(
-            "MT247", "model.family", run.model.family, rule, "evaluate, for its loss"
-        )
+        fix = "evaluate, for its loss"
+        raise ConfigError.of("MT247", "model.family", run.model.family, "", fix)
     if run.parallel.cp > 1:
-        rule = f"text is generated with whole sequences on a rank, and cp is {run.parallel.cp}"
-        raise ConfigError.of("MT313", "parallel.cp", run.parallel.cp, rule, "parallel.cp=1")
+        raise ConfigError.of("MT313", "parallel.cp", run.parallel.cp, "", "parallel.cp=1")
 
 
 def source_of(target: Path, usage: str) -> Source:
@@ -114,12 +108,8 @@ def source_of(target: Path, usage: str) -> Source:
     home, checkpoint = checkpoint_of(target, usage)
     tokenizer = home / "tokenizer.json"
     if not tokenizer.is_file():
-        rule = (
-            f"{home} has no tokenizer.json: its data has no tokenizer, so no text can be generated"
-        )
-        raise ConfigError.of(
-            "MT506", "", None, rule, "a run on data=stdlib, data=text or data.tokenizer=FILE"
-        )
+        fix = "a run on data=stdlib, data=text or data.tokenizer=FILE"
+        raise ConfigError.of("MT506", "", None, f"{home} has no tokenizer.json", fix)
     return Source(checkpoint, tokenizer)
 
 

@@ -25,7 +25,7 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.count import parameters, state_bytes
 from mtrain.plan.fits import cheapest, over
-from mtrain.units import GIB, bytes_, count
+from mtrain.units import GIB, bytes_, count, number_of
 
 # The state of so many parameters needs 16 PB, which no machine has; the largest trained models
 # have a hundredth.
@@ -165,7 +165,7 @@ def _sample_and_batch(run: RunConfig, memory: _Memory, origins: Mapping[str, str
         fits = _power_of_two(t.batch * max(0, left - held) // tokens)
     else:
         key = "data.seq_length"
-        what = f"activations of {t.micro} sample{'s' * (t.micro > 1)} of {seq} tokens"
+        what = f"activations of {number_of(t.micro, 'sample')} of {seq} tokens"
         fits = _longest(run, memory, left)
         if t.micro > 1 and held // t.micro + tokens <= left:
             key = "trainer.micro_batch_size"

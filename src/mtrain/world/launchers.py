@@ -74,7 +74,7 @@ class Launched:
 class Variables:
     """A launcher that numbers its processes by variables and nothing else.
 
-    A process is one of its processes if `rank` and `size` are set.
+    A process is one of its processes if `rank` is set, and `size` or `size_if_unset`.
     """
 
     launcher: str
@@ -87,14 +87,17 @@ class Variables:
     """Machines, over which the processes are spread evenly."""
     launch: Names = ()
     """The name of the launch, which is equal in all of its processes."""
+    size_if_unset: int | None = None
+    """Processes if none of `size` is set; None: another launcher set `rank`."""
 
     def __call__(self, environment: Environment) -> Launched | None:
         rank = _first_set(environment, *self.rank)
         size = _first_set(environment, *self.size)
-        if not environment.get(rank) or not environment.get(size):
+        unset = not environment.get(size)
+        if not environment.get(rank) or (unset and self.size_if_unset is None):
             return None
         index = _number(environment, rank)
-        count = _count(environment, size)
+        count = _count(environment, size, self.size_if_unset)
         local_rank = _first_set(environment, *self.local_rank)
         here = _first_set(environment, *self.local_size, *self.machines)
         machines = 0
@@ -422,11 +425,11 @@ OPEN_MPI = Variables(
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     launch=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    # Without a number, each process would otherwise train a run of its own.
+    size_if_unset=1,
 )
-_LOCAL_OF_PMI = {
-    "local_rank": ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    "local_size": ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-}
+PMI_LOCAL_RANK = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+PMI_LOCAL_SIZE = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 # Readers of each launcher's variables; the first that recognises this process counts. The order
 # matters: torchrun and mpirun may run under srun, whose variables their processes then inherit, and
 # launchers of MPI set PMI variables next to their own.
@@ -447,10 +450,17 @@ LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
         "PMIx",
         rank=("PMIX_RANK",),
         size=("PMIX_SIZE", "PMI_SIZE"),
+        local_rank=PMI_LOCAL_RANK,
+        local_size=PMI_LOCAL_SIZE,
         launch=("PMIX_NAMESPACE",),
-        **_LOCAL_OF_PMI,
     ),
     # such as MPICH's Hydra; PMI_ID is the number of the process, not the name of the launch
-    Variables("PMI", rank=("PMI_RANK",), size=("PMI_SIZE", "PMIX_SIZE"), **_LOCAL_OF_PMI),
+    Variables(
+        "PMI",
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE", "PMIX_SIZE"),
+        local_rank=PMI_LOCAL_RANK,
+        local_size=PMI_LOCAL_SIZE,
+    ),
     _kubernetes,
 )

@@ -99,12 +99,12 @@ def sample(words: Sequence[str], *, as_json: bool) -> int:
     documents = draw_documents(one, values["seed"], many.get("documents"), many.get("tokens"))
     lengths = document_lengths(one)
     if not len(documents):
-        rule = "the corpus has no document"
+        rule = "cannot draw a document because the corpus has none"
         fix = "a corpus with documents"
         if len(lengths):
             least = int(lengths.min())
             held = f"there are {len(lengths)} documents with {one.dataset.num_tokens} tokens"
-            rule = f"{held}, and the shortest has {least}"
+            rule = f"cannot draw a document because {held}, and the shortest has {least}"
             fix = f"tokens={least}, or documents=1"
         raise refusal(rule, fix, "MT605", name, wanted)
     how = {"by": "sample", "seed": values["seed"], **many}
@@ -137,7 +137,10 @@ def _how_many(values: Mapping[str, Any]) -> dict[str, Any]:
     names = ("documents", "tokens", "share")
     given = {name: values[name] for name in names if values[name] is not None}
     if len(given) != 1:
-        rule = "one of documents=, tokens= and share= says how many"
+        rule = (
+            "cannot draw documents because exactly one of documents=, tokens= and share= must be"
+            " set"
+        )
         raise refusal(rule, "documents=1000", "MT002", "documents")
     return given
 

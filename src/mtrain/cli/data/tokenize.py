@@ -182,10 +182,10 @@ def prefix_of(path: Path) -> Path:
         ConfigError: it is the name of one of its files, or no name.
     """
     if path.suffix in (".bin", ".idx"):
-        rule = f"is a prefix: without {path.suffix}"
+        rule = f"cannot be a prefix because it ends in {path.suffix}"
         raise refusal(rule, f"out={path.with_suffix('')}", "MT602", "out", str(path))
     if not path.name or path.name == ".." or os.path.isdir(path):
-        rule = "is a folder; the beginning of a file's name is needed"
+        rule = "cannot be a prefix because it is a folder"
         raise refusal(rule, f"out={path / 'corpus'}", "MT602", "out", str(path))
     return path
 
@@ -305,7 +305,8 @@ def train_tokenizer(words: Sequence[str], *, as_json: bool) -> int:
     values, inputs = read_arguments(words, TRAINED, TRAIN_USAGE)
     out = required(values, "out", TRAIN_USAGE)
     if os.path.lexists(out):
-        raise refusal("is there", "another name", "MT622", "out", str(out))
+        rule = "cannot be written because it exists"
+        raise refusal(rule, "another name", "MT622", "out", str(out))
     if not os.path.isdir(out.parent):
         rule = f"{out.parent} is no folder"
         raise refusal(rule, "out=FILE in an existing folder", "MT002", "out", str(out))

@@ -42,6 +42,7 @@ from mtrain.loading.configuration import (
 from mtrain.recipes.delta import Delta, delta, recipe_text
 from mtrain.recipes.diff import ABSENT, Difference, differences, overrides_of
 from mtrain.recipes.lock import lock_text, mismatches
+from mtrain.units import number_of
 
 WORDS = ("title", "purpose", "hardware", "source", "verified")
 # files and folders that are missing on this machine, and need not be on another
@@ -70,7 +71,7 @@ def _card(name: str) -> dict[str, str]:
     run = resolve(compose([f"recipe={name}"]).run, Machine.here())
     grid = RankGrid.of(run)
     degrees = "auto" if run.parallel.auto else grid
-    layout = f"{degrees} on {grid.world} rank{'s' if grid.world > 1 else ''}"
+    layout = f"{degrees} on {number_of(grid.world, 'rank')}"
     words = {key: str(block.get(key, "")) for key in WORDS}
     return {"name": name, **words, "model": run.model.name, "layout": layout}
 
@@ -174,7 +175,7 @@ def diff(words: Sequence[str], *, as_json: bool) -> int:
     else 1.
     """
     if len(words) != 2:
-        rule = f"compares two, and {len(words)} are given"
+        rule = f"cannot compare because it takes two configurations, not {len(words)}"
         raise refusal(rule, "recipe diff llama3/8b_h100x8 runs/NAME")
     left, right = map(_resolved, words)
     found = differences(left, right)
@@ -212,7 +213,7 @@ def _table(found: Sequence[Difference]) -> str:
     values = min(60, values)
     lines = [visible(f"{n:>{number}} {k:<{key}}  {v:<{values}}  {kind}") for n, k, v, kind in rows]
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(d.kind for d in found).items())
-    lines.append(f"{len(found)} difference{'s' if len(found) > 1 else ''}: {kinds}")
+    lines.append(f"{number_of(len(found), 'difference')}: {kinds}")
     return "\n".join(lines)
 
 

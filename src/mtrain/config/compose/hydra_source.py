@@ -11,7 +11,7 @@ import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hydra import compose, initialize_config_module
@@ -75,15 +75,46 @@ class Library(Protocol):
     def is_group(self, name: str) -> bool:
         """Return whether there is a group of this name."""
 
+    def text(self, name: str) -> str | None:
+        """Return the text of the file of a configuration; None where there is no file."""
+
     def said(self) -> Hashable:
-        """Return the texts of everything that was read."""
+        """Return the texts of everything that was read so far."""
 
 
+_Inputs = tuple[str, tuple[str, ...], Hashable]
+Asked = tuple[str, str, Any]
+"""A question to a library, which is the name of its method, a configuration's name, the answer."""
+DefaultsList = tuple[list[tuple[str, str]], dict[str, str]]
+"""Names of configurations, each with the dotted key that it fills; and group -> choice."""
 MOST_MADE = 512
 # Compositions of this process by their inputs: a sweep or a list of recipes repeats them.
-_made: dict[tuple[str, tuple[str, ...], Hashable], Any] = {}
-# The library that Hydra reads at the moment, and the name of its primary configuration.
-_composing: ContextVar[tuple[Library, str] | None] = ContextVar("composing", default=None)
+_made: dict[_Inputs, Any] = {}
+# Defaults lists by the same inputs, each with what Hydra asked the library: only with equal answers
+# is the list the same.
+_listed: dict[_Inputs, tuple[list[Asked], DefaultsList]] = {}
+
+
+@dataclass(frozen=True)
+class _Composing:
+    """A composition that is running."""
+
+    library: Library
+    primary: str
+    """The name of its primary configuration."""
+    whole: bool
+    """Whether Hydra needs the values of the files, and not only their defaults lists."""
+    asked: list[Asked] = field(default_factory=list)
+
+    def answer(self, question: str, name: str) -> Any:
+        """Return what the library answers, and note it."""
+        found = getattr(self.library, question)(name)
+        self.asked.append((question, name, found))
+        return found
+
+
+# The composition whose library Hydra reads at the moment.
+_composing: ContextVar[_Composing | None] = ContextVar("composing", default=None)
 
 
 class _Source(ConfigSource):
@@ -101,11 +132,12 @@ class _Source(ConfigSource):
             return ConfigResult(
                 self.provider, self.path, OmegaConf.create(_NOTES), {"package": None}
             )
-        library, primary = _now()
-        part = library.part(config_path)
+        now = _now()
+        now.answer("text", config_path)
+        part = now.library.part(config_path)
         assert part is not None, config_path
-        values = dict(part.values)
-        if config_path == primary:
+        values = {k: v for k, v in part.values.items() if now.whole or k == "defaults"}
+        if config_path == now.primary:
             defaults = values.get("defaults", [])
             itself = [] if "_self_" in defaults else ["_self_"]
             values["defaults"] = [*defaults, *itself]
@@ -114,16 +146,16 @@ class _Source(ConfigSource):
         )
 
     def is_group(self, config_path: str) -> bool:
-        return _now()[0].is_group(config_path)
+        return bool(_now().answer("is_group", config_path))
 
     def is_config(self, config_path: str) -> bool:
-        return config_path == HYDRA or _now()[0].has(config_path)
+        return config_path == HYDRA or bool(_now().answer("has", config_path))
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return []
 
 
-def _now() -> tuple[Library, str]:
+def _now() -> _Composing:
     composing = _composing.get()
     assert composing is not None, "no composition is running"
     return composing
@@ -160,7 +192,7 @@ def composed(
     if key not in _made:
         if len(_made) >= MOST_MADE:
             _made.clear()
-        with _hydra(library, primary):
+        with _hydra(library, primary, whole=True):
             _made[key] = OmegaConf.to_container(compose(primary, list(arguments)), resolve=False)
     # Callers change the values in place.
     values = copy.deepcopy(_made[key])
@@ -177,16 +209,31 @@ def quoted(sign: str, group: str, choice: str) -> str:
     return f"{sign}{group}='{choice}'"
 
 
-def defaults_list(
-    library: Library, primary: str, arguments: Sequence[str]
-) -> tuple[list[tuple[str, str]], dict[str, str]]:
+def defaults_list(library: Library, primary: str, arguments: Sequence[str]) -> DefaultsList:
     """Return the composed configurations in rising precedence, each with the dotted key that it
     fills, and group -> choice.
 
     Raises:
         NotComposed: Hydra refuses.
     """
-    with _hydra(library, primary):
+    key = (primary, tuple(arguments), library.said())
+    if key in _listed:
+        asked, (entries, known) = _listed[key]
+        if all(getattr(library, question)(name) == answer for question, name, answer in asked):
+            return list(entries), dict(known)
+    asked, made = _listed_by_hydra(library, primary, arguments)
+    if len(_listed) >= MOST_MADE:
+        _listed.clear()
+    _listed[key] = list(dict.fromkeys(asked)), made
+    entries, known = made
+    return list(entries), dict(known)
+
+
+def _listed_by_hydra(
+    library: Library, primary: str, arguments: Sequence[str]
+) -> tuple[list[Asked], DefaultsList]:
+    """Return a defaults list, and what Hydra asked the library."""
+    with _hydra(library, primary, whole=False) as asked:
         loader = GlobalHydra.instance().config_loader()
         found = loader.compute_defaults_list(primary, list(arguments), RunMode.RUN)
     entries = [
@@ -195,17 +242,18 @@ def defaults_list(
     known = {
         str(group): str(choice) for group, choice in found.overrides.known_choices.items() if choice
     }
-    return [(name, package) for name, package in entries if not name.startswith("hydra/")], known
+    return asked, ([(name, key) for name, key in entries if not name.startswith("hydra/")], known)
 
 
 @contextmanager
-def _hydra(library: Library, primary: str) -> Iterator[None]:
-    """Start Hydra over a library, and restore its state afterwards.
+def _hydra(library: Library, primary: str, *, whole: bool) -> Iterator[list[Asked]]:
+    """Start Hydra over a library, and restore its state afterwards; yield what it asks.
 
     Entries that another application put into Hydra's store are hidden meanwhile: Hydra would merge
     them below ours of the same name.
     """
-    token = _composing.set((library, primary))
+    composing = _Composing(library, primary, whole)
+    token = _composing.set(composing)
     # Hydra is a singleton: a program that uses it itself, and calls mtrain's API, must find it as
     # it left it.
     outer = GlobalHydra.instance().hydra
@@ -215,7 +263,7 @@ def _hydra(library: Library, primary: str) -> Iterator[None]:
     store.repo = {}
     try:
         with initialize_config_module("hydra.conf", job_name="mtrain", version_base=VERSION_BASE):
-            yield
+            yield composing.asked
     # Hydra follows a defaults list without a bound.
     except RecursionError:
         raise NotComposed("a defaults list leads back to its own file") from None

@@ -131,6 +131,12 @@ class Library:
             self.problems += _refusals(document, name.partition("/")[0] if "/" in name else "")
         return self.documents[name]
 
+    def text(self, name: str) -> str | None:
+        """Return the text of the file of a configuration; None where there is no file."""
+        if name not in self.documents and self._file(name) is None:
+            return None
+        return self.document(name).text
+
     def values(self, name: str) -> Mapping[str, Any]:
         """Return the values of a file as written, without its defaults list."""
         values = self._given[name][0] if name in self._given else self.document(name).values

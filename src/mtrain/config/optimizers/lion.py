@@ -34,7 +34,7 @@ OPTIMIZER = Optimizer(
     obstacle=only(("reference",), "lion"),
     keys=frozenset({"beta1", "beta2"}),
     cannot={
-        "cpu_offload": "megatron-core updates with adamw or sgd there",
+        "cpu_offload": "megatron-core updates with adamw or sgd on the CPU",
     },
     # The paper recommends a rate 3 to 10 times smaller than AdamW's, as each step has the size of a
     # sign.

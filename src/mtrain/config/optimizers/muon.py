@@ -200,7 +200,7 @@ OPTIMIZER = Optimizer(
     },
     groups=_groups,
     cannot={
-        "megatron_fsdp": "it knows the two moments of adamw",
+        "megatron_fsdp": "megatron-core's FSDP knows only the two moments of adamw",
         "fsdp2": "it orthogonalises whole matrices, and fsdp2 leaves some rows of each to a rank",
         "adapters": (
             "it orthogonalises whole matrices, and those of a fused layer are several in one"

@@ -16,7 +16,7 @@ OPTIMIZER = Optimizer(
     core_name="sgd",
     cannot={
         "distributed_optimizer": "megatron-core supports it only with adam",
-        "megatron_fsdp": "it knows the two moments of adamw",
+        "megatron_fsdp": "megatron-core's FSDP knows only the two moments of adamw",
     },
     megatron_name="sgd",
 )

@@ -67,7 +67,7 @@ OPTIMIZER = Optimizer(
     section_doc="soap: its keys in addition to adamw's.",
     groups=lambda run: (ParamGroup("matrix", is_matrix, {"matrix": "whole"}),),
     cannot={
-        "megatron_fsdp": "it knows the two moments of adamw",
+        "megatron_fsdp": "megatron-core's FSDP knows only the two moments of adamw",
         "fsdp2": "it rotates whole matrices, and fsdp2 leaves some rows of each to a rank",
         "adapters": "it rotates whole matrices, and those of a fused layer are several in one",
         "cpu_offload": "the processor would take long for its matrix products",

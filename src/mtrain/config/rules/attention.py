@@ -21,6 +21,7 @@ from mtrain.config.rules.sharding import (
     ZERO,
 )
 from mtrain.config.schema.run import RunConfig
+from mtrain.units import number_of
 
 LINEAR = "model.linear_attention"
 NO_LINEAR: Change = {LINEAR: None}
@@ -118,7 +119,8 @@ def linear_attention_support(run: RunConfig) -> Iterator[Finding]:
     # MTP layers always have softmax attention, whatever the pattern of the others is.
     if m.mtp_num_layers:
         fixes = [NO_PREDICTIONS, NO_LINEAR]
-        yield Finding("MT294", "model.mtp_num_layers", f"{m.mtp_num_layers} layers", fixes)
+        detail = number_of(m.mtp_num_layers, "MTP layer")
+        yield Finding("MT294", "model.mtp_num_layers", detail, fixes)
 
 
 @rule(

@@ -17,6 +17,7 @@ from mtrain.config.rules.finding import (
 )
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
+from mtrain.units import number_of
 
 # DeepSeek-V3's largest step has 63 million tokens; a larger one was probably counted in tokens.
 MOST_TOKENS = 1 << 27
@@ -110,7 +111,7 @@ def pipeline_fill(run: RunConfig) -> Iterator[Finding]:
         return
     count = t.batch // step
     fixes = each(BATCH, multiples(t.batch, step * p.pp))
-    detail = f"{count} micro-batches in a step, pp {p.pp}"
+    detail = f"{number_of(count, 'micro-batch')} in a step, pp {p.pp}"
     if p.vpp > 1 and count % p.pp:
         yield Finding("MT131", BATCH, detail, [*fixes, {"parallel.vpp": 1}])
     elif count < p.pp:

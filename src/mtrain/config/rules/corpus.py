@@ -43,7 +43,7 @@ from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.data import WEIGHTS_OF, DataConfig, read_corpora
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import CorruptData
-from mtrain.units import MIB
+from mtrain.units import MIB, number_of
 
 MAX_READ = 100
 """Files of a folder that are looked into; beyond them a file is taken for text."""
@@ -52,18 +52,6 @@ CHECKED_TOKENS = 1 << 20
 TOKENIZER = "data.tokenizer"
 VOCAB = "model.vocab_size"
 _AGAIN = "write it again, or data.path=another"
-TOO_FEW = Code(
-    "MT605",
-    "Cannot cut one sample from a split because it has too few tokens.",
-    "Shorten data.seq_length, or give the split more.",
-    example="data.limit_mib=0.0001",
-)
-NO_END = Code(
-    "MT608",
-    "Cannot separate documents because no end-of-document token is known.",
-    "Turn data.eod_mask_loss, data.packed and data.fim off, or name a tokenizer.",
-    example="data=indexed data.path=/nowhere/corpus data.eod_mask_loss=true",
-)
 
 
 @rule(
@@ -78,7 +66,7 @@ NO_END = Code(
         " all.",
         severity="warning",
     ),
-    TOO_FEW,
+    "MT605",
     reads=(
         "data.kind data.path data.limit_mib data.seq_length data.suffixes data.packed"
         " data.packed_by trainer.eval_iters"
@@ -120,8 +108,9 @@ def text_existence(run: RunConfig) -> Iterator[Finding]:
     # A byte is at most a token, and each document ends with one more.
     elif size + files < need:
         detail = (
-            f"{size} bytes in {files} documents are at most {size + files} tokens; {splits} splits"
-            f" of at least one sample need {need}"
+            f"{number_of(size, 'byte')} in {number_of(files, 'document')} are at most"
+            f" {size + files} tokens; {number_of(splits, 'split')} of at least one sample need"
+            f" {need}"
         )
         # The length that fits: a sample needs one token more than it predicts.
         few = (size + files) // splits - 1
@@ -132,7 +121,7 @@ def text_existence(run: RunConfig) -> Iterator[Finding]:
 
 
 def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, int, str | None]:
-    """Return the bytes and documents of text at a path, counted up to `need` bytes, and why there
+    """Return the bytes and documents of text at a path, number_of up to `need` bytes, and why there
     is no text.
     """
     if path.is_file():
@@ -175,22 +164,14 @@ def _text_in(path: Path, d: DataConfig, need: int, bound: Bound) -> tuple[int, i
         help="Name the prefix of both files.",
         example="data=indexed data.path=/nowhere/corpus",
     ),
-    TOO_FEW,
+    "MT605",
     Code(
         "MT611",
         "Cannot read the corpus because its .bin and .idx are inconsistent or invalid.",
         help="Write them again, or name the prefix of others.",
     ),
-    Code(
-        "MT612",
-        "Cannot embed the tokens of the corpus because ids lie outside of the vocabulary.",
-        help="Enlarge model.vocab_size, or tokenize the text again.",
-    ),
-    Code(
-        "MT620",
-        "Cannot use this tokenizer because another one made the tokens, as their manifest says.",
-        help="Name the tokenizer in the manifest, or tokenize the text with this one.",
-    ),
+    "MT612",
+    "MT620",
     reads=(
         "data.path data.blend data.validation_blend data.test_blend data.blend_weights"
         " data.validation_weights data.test_weights data.kind data.seq_length data.split"
@@ -246,7 +227,7 @@ def _corpus(
     base = user_path(text)
     # A user who completes the name in a shell ends with one of the two files.
     if base.suffix in (".bin", ".idx"):
-        detail = f"a prefix has no {base.suffix}"
+        detail = f"cannot be a prefix because it ends in {base.suffix}"
         yield Finding("MT306", "data.path", detail, [renamed(text[:-4])])
         return
     for suffix in (".idx", ".bin"):
@@ -373,12 +354,8 @@ def _tokens_suffice(
         "Cannot use the tokenizer because its file is no tokenizer.json.",
         help="Name one that Hugging Face's tokenizers wrote.",
     ),
-    Code(
-        "MT607",
-        "Cannot embed every token because the tokenizer has more ids than the model.",
-        help="Enlarge model.vocab_size.",
-    ),
-    NO_END,
+    "MT607",
+    "MT608",
     reads=(
         "data.tokenizer data.kind data.eod_mask_loss data.packed data.packed_by data.fim.rate"
         " data.path data.blend data.validation_blend data.test_blend model.vocab_size"
@@ -430,7 +407,7 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
 
 
 @rule(
-    NO_END,
+    "MT608",
     reads=(
         "data.kind data.path data.blend data.validation_blend data.test_blend data.tokenizer"
         " data.eod_mask_loss data.packed data.packed_by data.fim.rate"
@@ -438,7 +415,7 @@ def _tokenizer_fits(run: RunConfig, facts: TokenizerFacts) -> Iterator[Finding]:
     disk=True,
 )
 def end_of_document_id(run: RunConfig) -> Iterator[Finding]:
-    """Cannot separate documents without a tokenizer or a manifest that names the token."""
+    """Require a tokenizer or manifests that name the token, where documents are separated."""
     d = run.data
     wanted = d.eod_mask_loss or d.needs_document_ends or d.fim.rate
     if d.kind == "indexed" and d.tokenizer is None and wanted and not _end_in_manifests(run):
@@ -459,14 +436,7 @@ def _end_is_unknown(run: RunConfig, detail: str) -> Iterator[Finding]:
 
 
 @rule(
-    Code(
-        "MT345",
-        says="data.tokenizer has the sha256 0123456789ab, that of the model ba9876543210",
-        help=(
-            "Leave data.tokenizer out, name the tokenizer.json of the model, or tokenize the corpus"
-            " with it."
-        ),
-    ),
+    "MT345",
     reads=(
         "data.kind data.tokenizer data.path data.blend data.validation_blend data.test_blend"
         " data.blend_weights data.validation_weights data.test_weights checkpoint.resume"
@@ -475,9 +445,7 @@ def _end_is_unknown(run: RunConfig, detail: str) -> Iterator[Finding]:
     disk=True,
 )
 def own_tokenizer(run: RunConfig) -> Iterator[Finding]:
-    """Cannot give the model another tokenizer because its weights were learned for the ids of its
-    own.
-    """
+    """Require the tokenizer for whose ids the weights of the model were learned."""
     d = run.data
     folder = folder_of_the_model(run)
     if folder is None or d.kind == "mock":

@@ -264,11 +264,7 @@ def vocabulary_fit(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT312", example="data=mock trainer.sample_tokens=8"),
-    Code(
-        "MT313",
-        "Cannot generate text because each rank holds a part of a sequence.",
-        example="parallel=cp2 trainer.sample_tokens=8",
-    ),
+    "MT313",
     reads="trainer.sample_tokens data.kind parallel.cp data.tokenizer",
 )
 def sample_requirements(run: RunConfig) -> Iterator[Finding]:
@@ -355,11 +351,7 @@ def blend_numbers(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code(
-        "MT352",
-        "Cannot read any corpus because all weights are zero.",
-        example=f"{_BLEND} {CURRICULUM}=[[0,[0,0]]]",
-    ),
+    "MT352",
     Code("MT354", example=f"{_BLEND} {CURRICULUM}=[[5,[1,0]]]"),
     reads=f"data.kind data.blend {CURRICULUM}",
 )
@@ -403,7 +395,7 @@ def blend_curriculum(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT355", example="data=mock data.fim.rate=0.5"),
+    "MT355",
     Code(
         "MT356",
         "Cannot fill in the middle because the model does not predict the next token of a text.",
@@ -412,9 +404,7 @@ def blend_curriculum(run: RunConfig) -> Iterator[Finding]:
     reads="data.fim.rate data.fim.ids model.vocab_size model.family",
 )
 def middle_marks(run: RunConfig) -> Iterator[Finding]:
-    """Cannot mark prefix, suffix and middle because that takes three different ids of the
-    vocabulary.
-    """
+    """Require three different ids of the vocabulary as marks, and a model that reads them."""
     fim = run.data.fim
     vocab = run.model.vocab_size
     if not fim.rate:

@@ -510,7 +510,8 @@ def group_limited_routing(run: RunConfig) -> Iterator[Finding]:
     Code("MT242", example=f"{_GROUPED} {GROUPS}=4 {GROUP_TOPK}=2 {GROUP_SCORE}=3"),
     Code(
         "MT243",
-        "Cannot give the model this name because the published model scores groups in another way.",
+        "Cannot score groups like this because the published model of this name sums another number"
+        " of scores.",
         example=f"{_GROUPED} {GROUPS}=4 {GROUP_TOPK}=2 model.name=deepseek_v2",
     ),
     reads=f"{GROUPS} model.moe.num_experts {GROUP_SCORE} model.name",
@@ -530,5 +531,5 @@ def group_scores(run: RunConfig) -> Iterator[Finding]:
     for name, published in PUBLISHED_GROUP_SCORES.items():
         if run.model.name.startswith(name) and best != published:
             fixes = [{GROUP_SCORE: published}, {"model.name": "custom"}]
-            detail = f"a group of {name} sums its best {published}, here {best}"
+            detail = f"{name}: {published}, here {best}"
             yield Finding("MT243", GROUP_SCORE, detail, fixes)

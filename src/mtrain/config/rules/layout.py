@@ -247,9 +247,7 @@ def cluster_size(run: RunConfig) -> Iterator[Finding]:
     reads="data.seq_length parallel.sequence_parallel parallel.tp parallel.cp model.family",
 )
 def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
-    """Cannot split a sample into equal parts because sequence parallelism shards it over tp * cp
-    ranks.
-    """
+    """Cannot split a sample into equal parts because tp * cp does not divide its length."""
     p = run.parallel
     seq = run.data.length
     off: Change = {"parallel.sequence_parallel": False}
@@ -270,8 +268,8 @@ def sequence_parallel(run: RunConfig) -> Iterator[Finding]:
     reads="data.seq_length parallel.cp parallel.sequence_parallel parallel.tp",
 )
 def context_parallel(run: RunConfig) -> Iterator[Finding]:
-    """Cannot balance causal attention because each cp rank takes two equal chunks of a sample, one
-    from each end.
+    """Cannot balance causal attention because a sample does not divide into two chunks for each cp
+    rank.
     """
     p = run.parallel
     seq = run.data.length

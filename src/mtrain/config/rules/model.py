@@ -11,6 +11,7 @@ from mtrain.config.rules.finding import Change, Finding, divisors, each, listed,
 from mtrain.config.rules.pipeline import NO_PREDICTIONS
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
+from mtrain.units import number_of
 
 FP16_MAX = int(FORMATS["fp16"].largest)
 STD = "model.init_method_std"
@@ -251,7 +252,7 @@ def prediction_rotation(run: RunConfig) -> Iterator[Finding]:
     m = run.model
     if m.no_rope_freq is not None and m.mtp_num_layers:
         fixes = [{"model.no_rope_freq": None}, NO_PREDICTIONS]
-        detail = f"{m.num_layers} layers, {m.mtp_num_layers} MTP layers"
+        detail = f"{m.num_layers} layers, {number_of(m.mtp_num_layers, 'MTP layer')}"
         yield Finding("MT241", "model.no_rope_freq", detail, fixes)
 
 

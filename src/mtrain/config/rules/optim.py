@@ -198,9 +198,7 @@ def wsd_decay(run: RunConfig) -> Iterator[Finding]:
     reads="parallel.distributed_optimizer optim.name",
 )
 def distributed_optimizer_support(run: RunConfig) -> Iterator[Finding]:
-    """Cannot distribute this optimizer because shards cut parameters anywhere, and its update needs
-    whole ones.
-    """
+    """Cannot distribute this optimizer."""
     key = "parallel.distributed_optimizer"
     why = _why_not(run, "distributed_optimizer")
     if run.parallel.distributed_optimizer and why is not None:
@@ -208,7 +206,7 @@ def distributed_optimizer_support(run: RunConfig) -> Iterator[Finding]:
         other = another_optimizer(run.optim.name, "distributed_optimizer")
         # The overlapped gather needs the distributed optimizer (MT118), so offer to turn both off.
         fixes = [off, {**off, "parallel.overlap_param_gather": False}, other]
-        yield Finding("MT426", key, f"{run.optim.name}: {why}", fixes)
+        yield Finding("MT426", key, why, fixes, also=("optim.name",))
 
 
 @rule(
@@ -216,12 +214,12 @@ def distributed_optimizer_support(run: RunConfig) -> Iterator[Finding]:
     reads="parallel.fsdp optim.name",
 )
 def megatron_fsdp_state(run: RunConfig) -> Iterator[Finding]:
-    """Cannot shard the state of this optimizer because megatron-core's FSDP does not know it."""
+    """Cannot shard the state of this optimizer."""
     why = _why_not(run, "megatron_fsdp")
     if run.parallel.fsdp == "megatron" and why is not None:
         other = another_optimizer(run.optim.name, "megatron_fsdp")
-        detail = f"{run.optim.name}: {why}"
-        yield Finding("MT165", "parallel.fsdp", detail, [other, TORCH_FSDP, NO_FSDP])
+        fixes = [other, TORCH_FSDP, NO_FSDP]
+        yield Finding("MT165", "parallel.fsdp", why, fixes, also=("optim.name",))
 
 
 @rule(
@@ -229,17 +227,17 @@ def megatron_fsdp_state(run: RunConfig) -> Iterator[Finding]:
     reads=f"optim.name {OFFLOAD} parallel.fsdp",
 )
 def optimizer_requirements(run: RunConfig) -> Iterator[Finding]:
-    """Cannot update the weights with this optimizer because it needs whole matrices on a device."""
+    """Cannot update the weights with this optimizer."""
     o = run.optim
     why = _why_not(run, "fsdp2")
     if run.parallel.fsdp == "fsdp2" and why is not None:
         plain = {"parallel.fsdp": "none", "parallel.hsdp_replicas": 1}
         fixes = [plain, another_optimizer(o.name, "fsdp2")]
-        yield Finding("MT467", "parallel.fsdp", f"{o.name}, fsdp2: {why}", fixes)
+        yield Finding("MT467", "parallel.fsdp", why, fixes, also=("optim.name",))
     why = _why_not(run, "cpu_offload")
     if o.cpu_offload and why is not None:
         fixes = [{OFFLOAD: 0.0}, another_optimizer(o.name, "cpu_offload")]
-        yield Finding("MT467", OFFLOAD, f"{o.name}: {why}", fixes)
+        yield Finding("MT467", OFFLOAD, why, fixes, also=("optim.name",))
 
 
 def _why_not(run: RunConfig, feature: Feature) -> str | None:

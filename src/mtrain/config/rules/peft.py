@@ -125,9 +125,7 @@ def frozen_weight_sharding(run: RunConfig) -> Iterator[Finding]:
 
 @rule(Code("MT486", example="peft=lora optim=muon"), reads="peft.kind optim.name")
 def adapter_optimizer(run: RunConfig) -> Iterator[Finding]:
-    """Cannot train adapters with this optimizer because a fused layer's adapters are several
-    matrices in one.
-    """
+    """Cannot train adapters with this optimizer."""
     why = OPTIMIZERS[run.optim.name].cannot.get("adapters")
     if run.peft.kind is not None and why is not None:
         # An update that needs a whole matrix would see several stacked ones.

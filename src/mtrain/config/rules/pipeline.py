@@ -9,6 +9,7 @@ from mtrain.config.resolve.stages import MAX_STAGES, stages, uneven
 from mtrain.config.rules.finding import Change, Finding, divisors, each, listed, multiples, nearest
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
+from mtrain.units import number_of
 
 LAYERS = "parallel.layers_per_stage"
 LAYOUT = "parallel.pipeline_layout"
@@ -54,7 +55,7 @@ def prediction_positions(run: RunConfig) -> Iterator[Finding]:
     if m.mtp_num_layers and run.parallel.pp > 1 and m.position_embedding_type == "learned_absolute":
         path = "model.position_embedding_type"
         fixes = [{path: "rope"}, {**NO_PREDICTIONS, **EQUAL}, NO_PREDICTIONS]
-        detail = f"{m.mtp_num_layers} MTP layers, pp {run.parallel.pp}"
+        detail = f"{number_of(m.mtp_num_layers, 'MTP layer')}, pp {run.parallel.pp}"
         yield Finding("MT144", path, detail, fixes, also=("model.mtp_num_layers",))
 
 
@@ -89,9 +90,8 @@ def stage_divisibility(run: RunConfig) -> Iterator[Finding]:
         pp_fixes += [{"parallel.pp": pp}, {"parallel.pp": pp, "parallel.ranks": None}]
     if layers < p.pp:
         fixes = [*pp_fixes, {"model.num_layers": blocks}, single()]
-        yield Finding(
-            "MT106", "parallel.pp", f"{layers} layer{'s' * (layers > 1)} on {p.pp} stages", fixes
-        )
+        detail = f"{number_of(layers, 'layer')} on {p.pp} stages"
+        yield Finding("MT106", "parallel.pp", detail, fixes)
     elif layers % p.pp:
         own = {LAYERS: _nearly_equal(layers, blocks)} if blocks <= MAX_STAGES else EQUAL
         grow = each("model.num_layers", multiples(layers, blocks))
@@ -199,7 +199,7 @@ def stage_fit(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT142", path, str(error), fixes)
         return
     if bare := [i for i, stage in enumerate(found) if stage.empty]:
-        yield Finding("MT143", path, f"stages {listed(bare)}, counted from 0", fixes)
+        yield Finding("MT143", path, f"stages {listed(bare)}, number_of from 0", fixes)
 
 
 @rule(Code("MT109", example="parallel=single parallel.vpp=2"), reads="parallel.vpp parallel.pp")

@@ -37,9 +37,9 @@ def known_hooks(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT126", "log.hooks", detail, each("log.hooks", fixes))
 
 
-@rule(Code("MT127", example="trainer.objective=nxt_token"), reads=OBJECTIVE, disk=True)
+@rule("MT127", reads=OBJECTIVE, disk=True)
 def known_objective(run: RunConfig) -> Iterator[Finding]:
-    """Cannot train for this objective because neither mtrain nor an installed package has it."""
+    """Require an objective that mtrain or an installed package has."""
     name = run.trainer.objective
     # The default ships, and needs no look at installed packages.
     if name == TrainerConfig.model_fields["objective"].default:
@@ -47,8 +47,11 @@ def known_objective(run: RunConfig) -> Iterator[Finding]:
     names = installed.names(installed.SHIPPED_OBJECTIVES, installed.OBJECTIVES)
     if name not in names:
         near = dict.fromkeys([*get_close_matches(name, names, n=1), "next_token"])
-        detail = f"objectives here: {', '.join(names)}; a package adds one as"
-        yield Finding("MT127", OBJECTIVE, f"{detail} {installed.OBJECTIVES}", each(OBJECTIVE, near))
+        detail = (
+            "neither mtrain nor an installed package has it (objectives here:"
+            f" {', '.join(names)}; a package adds one as {installed.OBJECTIVES})"
+        )
+        yield Finding("MT127", OBJECTIVE, detail, each(OBJECTIVE, near))
 
 
 @rule(

@@ -130,7 +130,8 @@ def fp32_accumulation(run: RunConfig) -> Iterator[Finding]:
     off: Change = {ACCUMULATION: False}
     if run.precision.dtype == "fp32" or run.precision.grad_reduce_in_fp32:
         less: Change = {"precision.grad_reduce_in_fp32": False}
-        detail = f"precision.dtype {run.precision.dtype}"
+        in_fp32 = run.precision.dtype == "fp32"
+        detail = f"precision.{'dtype is fp32' if in_fp32 else 'grad_reduce_in_fp32 is true'}"
         yield Finding("MT405", ACCUMULATION, detail, [less, {**less, **BF16}, off])
     # megatron-core sums a bucket after an all-to-all, and has no such sum over replicas.
     if not (p.distributed_optimizer and p.overlap_grad_reduce) or p.hsdp_replicas > 1:

@@ -21,6 +21,7 @@ from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.unused import UNUSED
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.hybrid.config import MAMBA, MLP, SOFTMAX
+from mtrain.units import number_of
 
 CP_COMM = "parallel.cp_comm_type"
 CP_SIZES = "parallel.hierarchical_cp_sizes"
@@ -120,7 +121,9 @@ def dynamic_context(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def exchanged_heads(run: RunConfig) -> Iterator[Finding]:
-    """Cannot exchange the sequence for heads because each rank of a group needs as many heads."""
+    """Cannot exchange the sequence for heads because the ranks of a group do not divide the
+    heads.
+    """
     p = run.parallel
     m = run.model
     if p.cp == 1 or p.cp_comm_type not in ("a2a", "a2a+p2p"):
@@ -214,8 +217,8 @@ def fsdp_shared_experts(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def replica_divisibility(run: RunConfig) -> Iterator[Finding]:
-    """Cannot form this number of copies because they are equal, of two ranks at least, and hold the
-    same experts.
+    """Cannot form this number of copies because the ranks do not divide into as many equal groups
+    of the same experts and at least two ranks.
     """
     p = run.parallel
     key = "parallel.hsdp_replicas"
@@ -251,9 +254,7 @@ def replica_divisibility(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def recomputed_modules(run: RunConfig) -> Iterator[Finding]:
-    """Cannot recompute these modules because each is named once, exists in the model, and is not
-    needed earlier.
-    """
+    """Cannot recompute these modules."""
     r = run.parallel.recompute
     m = run.model
     if r.granularity != "selective" or r.modules is None:
@@ -270,16 +271,18 @@ def recomputed_modules(run: RunConfig) -> Iterator[Finding]:
         "mla_up_proj": m.mla is not None,
         "moe": m.moe is not None,
         "moe_act": m.moe is not None,
-        # Overlapped shared experts run on a stream of their own, outside of a recomputed region.
         "shared_experts": shared and not (m.moe and m.moe.shared_expert_overlap),
     }
     usable = list(dict.fromkeys(name for name in r.modules if there[name]))
     wrong = [name for name in r.modules if not there[name]]
     fixes = [{MODULES: usable}, NO_RECOMPUTE] if usable else [NO_RECOMPUTE]
     if not r.modules:
-        yield Finding("MT168", MODULES, "it names none", fixes, unset=True)
+        yield Finding("MT168", MODULES, "the list is empty", fixes, unset=True)
     elif wrong:
-        yield Finding("MT168", MODULES, " and ".join(wrong), fixes, unset=not usable)
+        detail = f"the model has no {' and no '.join(wrong)}"
+        if shared and wrong == ["shared_experts"]:
+            detail = "overlapped shared_experts run on a stream of their own"
+        yield Finding("MT168", MODULES, detail, fixes, unset=not usable)
     elif len(usable) < len(r.modules):
         yield Finding("MT168", MODULES, "one is named twice", fixes[:1])
 
@@ -292,8 +295,8 @@ def recomputed_modules(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def recomputed_layer_groups(run: RunConfig) -> Iterator[Finding]:
-    """Cannot recompute layers in groups of this size because a group lies in one stage and has no
-    MTP layer.
+    """Cannot recompute layers in groups of this size because a group must lie in one stage and hold
+    no MTP layer.
     """
     r = run.parallel.recompute
     p = run.parallel
@@ -302,7 +305,8 @@ def recomputed_layer_groups(run: RunConfig) -> Iterator[Finding]:
     # megatron-core recomputes each MTP layer by itself, and takes no group there.
     if run.model.mtp_num_layers and r.method != "block" and r.num_layers > 1:
         fixes: list[dict[str, Any]] = [{GROUP: 1}, {"parallel.recompute.method": "block"}]
-        detail = f"groups of {r.num_layers} layers, {run.model.mtp_num_layers} MTP layers"
+        predicting = number_of(run.model.mtp_num_layers, "MTP layer")
+        detail = f"groups of {r.num_layers} layers, {predicting}"
         yield Finding("MT171", GROUP, detail, fixes, also=("model.mtp_num_layers",))
         return
     try:
@@ -314,7 +318,7 @@ def recomputed_layer_groups(run: RunConfig) -> Iterator[Finding]:
         return
     if r.num_layers > held > 0:
         virtual = f", vpp {p.vpp}" if p.vpp > 1 else ""
-        detail = f"{r.num_layers} layers, at most {held} in a stage{virtual}"
+        detail = f"{number_of(r.num_layers, 'layer')}, at most {held} in a stage{virtual}"
         yield Finding("MT171", GROUP, detail, each(GROUP, [held, 1]))
 
 

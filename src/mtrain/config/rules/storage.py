@@ -94,19 +94,9 @@ def resume_point(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT433", RESUME, detail, each(RESUME, [*names, None]))
 
 
-@rule(
-    Code(
-        "MT436",
-        help=f"Name a run, a checkpoint or a Hugging Face folder that exists: {START}=FOLDER.",
-        example=f"{START}=/nowhere/weights",
-    ),
-    reads=START,
-    disk=True,
-)
+@rule("MT436", reads=START, disk=True)
 def starting_weights(run: RunConfig) -> Iterator[Finding]:
-    """Cannot begin with these weights because the folder is no run, checkpoint or Hugging Face
-    model.
-    """
+    """Require a run, a checkpoint or a Hugging Face model in the folder of weights."""
     start = run.checkpoint.init_from
     if start is None:
         return

@@ -188,7 +188,7 @@ def image_folder(run: RunConfig) -> Iterator[Finding]:
         return
     # The folder may be named where the run starts, so `check` only warns.
     if d.path is None:
-        yield Finding("MT327", "data.path", "null", hint="data.path=FOLDER", lacks="input")
+        yield Finding("MT327", "data.path", "", hint="data.path=FOLDER", lacks="input")
         return
     path = user_path(d.path)
     found, detail = records_of(path, WHICH) if d.path else (None, "the name is empty")

@@ -13,7 +13,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.mcore.adapter.op_overrides import override_operations
 from mtrain.mcore.layers import backend
 from mtrain.mcore.models.encoder_decoder import EncoderDecoder
-from mtrain.models.t5.config import T5Config
+from mtrain.models.t5.config import T5Config, decoder_layers
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
@@ -28,7 +28,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
     made = EncoderDecoder(
         config,
         backend.provider(run.kernels),
-        decoder_layers=t.decoder_layers or m.num_layers,
+        decoder_layers=decoder_layers(m),
         vocab_size=m.padded_vocab_size,
         max_sequence_length=m.max_position_embeddings,
         buckets=t.relative_attention_buckets,

@@ -1,6 +1,6 @@
 """`model.t5`: the keys of an encoder-decoder in the manner of T5, and its limits."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -72,6 +72,12 @@ class T5Config(FamilySection):
     """Tokens that the decoder predicts of a sample, padding included; null: as many as the tokens
     that were left out, a sentinel for each span and an end need, in multiples of 8.
     """
+
+
+def decoder_layers(model: Any) -> int:
+    """Return the number of layers of the decoder of a `ModelConfig`."""
+    layers: int = T5Config.of(model).decoder_layers or model.num_layers
+    return layers
 
 
 def spans(t: T5Config, tokens: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.base import Family
 from mtrain.models.gpt.shrink import FFN, HEAD, HIDDEN, vocabulary
 from mtrain.models.gpt.weights import alike
-from mtrain.models.t5.config import LENGTH_MULTIPLE, T5Config, lengths, padded
+from mtrain.models.t5.config import LENGTH_MULTIPLE, T5Config, decoder_layers, lengths, padded
 from mtrain.models.t5.graph import stage
 from mtrain.models.weights import Weight, column, mlp, norm, row
 
@@ -70,7 +70,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     needed = lengths(t, seq_length)
     read = t.encoder_length or padded(needed[0])
     written = t.decoder_length or padded(needed[1])
-    layers = t.decoder_layers or model.num_layers
+    layers = decoder_layers(model)
     inner = model.num_attention_heads * model.head_dim
     attention = 4 * hidden * inner
     mlp = (3 if model.gated else 2) * hidden * model.ffn_hidden_size
@@ -94,7 +94,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     """
     t = T5Config.of(model)
     wide = max(1, p.tp // 4)
-    deep = layers + 1 if t.decoder_layers not in (None, model.num_layers) else None
+    deep = layers + 1 if decoder_layers(model) != model.num_layers else None
     ids = {"sentinels": SENTINELS, "first_sentinel": None, "start_id": 0, "end_id": 1}
     part = math.lcm(LENGTH_MULTIPLE, p.tp if p.sequence_parallel else 1)
     read, written = (-(-need // part) * part for need in lengths(t, seq_length))

@@ -12,7 +12,7 @@ from mtrain.models.gpt.graph import stack, stream
 from mtrain.models.graph import FP32, INDEX, MASK, Graph, Product, Tensor
 from mtrain.models.parts import column, dropout, embedding, loss, norm, row, summed
 from mtrain.models.rank import Rank
-from mtrain.models.t5.config import T5Config, lengths
+from mtrain.models.t5.config import T5Config, decoder_layers, lengths
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
@@ -34,7 +34,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     _read(last, writes, hidden=False)
     decoder = stack(
         writes,
-        range(t.decoder_layers or r.model.num_layers),
+        range(decoder_layers(r.model)),
         lambda g, _, x, index: _decoder_layer(g, writes, reads, context, x),
     )
     loss(last, writes, _behind(last, writes))

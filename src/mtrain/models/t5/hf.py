@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from mtrain.models.t5.config import T5Config
+from mtrain.models.t5.config import decoder_layers
 from mtrain.models.table import (
     GATE_UP,
     QKV,
@@ -75,8 +75,7 @@ def _entries(model: Any) -> Iterator[Entry]:
     yield Entry("embedding.word_embeddings.weight", ("shared.weight",), VOCABULARY)
     if not model.tie_word_embeddings:
         yield Entry("output_layer.weight", (HEAD,), VOCABULARY)
-    decoder = T5Config.of(model).decoder_layers or model.num_layers
-    for stack, layers in (("encoder", model.num_layers), ("decoder", decoder)):
+    for stack, layers in (("encoder", model.num_layers), ("decoder", decoder_layers(model))):
         table = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield Entry(
             f"{stack}_relative_pos_emb.relative_attention_bias.weight", (f"{stack}.{table}",)

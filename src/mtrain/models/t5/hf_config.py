@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.models.t5.config import T5Config
+from mtrain.models.t5.config import T5Config, decoder_layers
 from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
 from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
 
@@ -151,7 +151,7 @@ def _writes(m: ModelConfig) -> Json:
     tied = {} if not m.tie_word_embeddings or t.scale_logits else {"scale_decoder_outputs": False}
     return {
         "d_kv": m.head_dim,
-        "num_decoder_layers": t.decoder_layers or m.num_layers,
+        "num_decoder_layers": decoder_layers(m),
         "feed_forward_proj": names[m.activation],
         "dropout_rate": m.hidden_dropout,
         "initializer_factor": t.initializer_factor,

@@ -8,7 +8,7 @@ from mtrain.config.rules.families import of_family
 from mtrain.config.rules.finding import Change, Finding, divisors, each, multiples, nearest
 from mtrain.config.rules.rule import Code
 from mtrain.config.schema.run import RunConfig
-from mtrain.models.t5.config import T5Config, lengths, spans
+from mtrain.models.t5.config import T5Config, decoder_layers, lengths, spans
 
 TINY = "model=t5_tiny"
 SENTINELS = "model.t5.sentinels"
@@ -112,7 +112,7 @@ def recomputed_groups(run: RunConfig, t: T5Config) -> Iterator[Finding]:
     if again.granularity != "full" or again.num_layers is None:
         return
     encoder = run.model.num_layers
-    decoder = t.decoder_layers or run.model.num_layers
+    decoder = decoder_layers(run.model)
     if encoder % again.num_layers or decoder % again.num_layers:
         both = [n for n in divisors(encoder) if decoder % n == 0]
         detail = f"groups of {again.num_layers}, {encoder} encoder and {decoder} decoder layers"

@@ -21,7 +21,7 @@ from mtrain.plan.states import main_weight_bytes
 from mtrain.plan.time.step import unknown
 from mtrain.plan.tune.search import Found, Search, Task
 from mtrain.plan.tune.space import KEYS, SPLIT, changed
-from mtrain.units import GIB, bytes_, devices
+from mtrain.units import GIB, bytes_, devices, number_of
 
 Values = Mapping[str, Any]
 AUTO = "parallel.auto"
@@ -60,7 +60,7 @@ def search(
     if lacks := unknown(run):
         ranks = run.parallel.ranks
         name = run.cluster.name
-        those = f"{ranks} rank{'s' * (ranks > 1)}"
+        those = number_of(ranks, "rank")
         rule = f"the layout is chosen by its time, which of {those} on {name} is not known without "
         fix = "cluster=h100x8"
         if facts_of(run.cluster.device).on_host:

@@ -38,6 +38,8 @@ TRAINING = frozenset(
     )
 )
 """Keys of `model` that do not change a trained model's forward pass, or that no file has."""
+UNREAD = 1 << 30
+"""The number of differences of a `model_type` that has no file for the model."""
 PRESENT = {"not supported", "unknown", "unreadable", "secret"}
 """Reasons of keys that were not imported and may change the model's computation."""
 STORED = ("quantization_config", "torch_dtype", "dtype")
@@ -109,21 +111,28 @@ def config_json(
     # the first `model_type` that computes the same is the answer, so that their order matters
     of_family = [one for one, known in KINDS.items() if known.family == model.family]
     kinds: Iterable[str] = of_family if kind is None else (kind,)
-    reasons = []
+    reasons = list[tuple[int, str]]()
     for one in kinds:
         if one not in KINDS:
-            rule = f"models of type {one!r} are not written; those are: {', '.join(KINDS)}"
+            rule = (
+                f"cannot write a config.json because models of type {one!r} are not written (those"
+                f" are: {', '.join(KINDS)})"
+            )
             raise ConfigError([Problem("MT703", "", None, rule, "")])
         if KINDS[one].family != model.family:
-            reasons.append(f"{one}: model.family is {model.family}, and not {KINDS[one].family}")
+            why = f"model.family is {model.family}, and not {KINDS[one].family}"
+            reasons.append((UNREAD, f"{one}: {why}"))
             continue
         try:
             # a writer may be wrong about a model; only a file that reads back as the same model
             # counts
             body = _body(model, one)
             imported = _read_again({"architectures": [KINDS[one].architecture(model)], **body})
-        except (KeyError, ValueError, TypeError, AttributeError, ConfigError) as error:
-            reasons.append(f"{one}: {str(error)[:120]}")
+        except ConfigError as error:
+            reasons.append((UNREAD, f"{one}: {error.problems[0].detail}"))
+            continue
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            reasons.append((UNREAD, f"{one}: {error}"))
             continue
         # a resolved model has values where the file's has null
         known = resolve(imported.run, Machine.here()).model
@@ -138,11 +147,14 @@ def config_json(
                 "torch_dtype": dtype,
                 **tokens,
             }
-        reasons.append(f"{one}: {', '.join(differences[:4])}")
-    rule = "; ".join(("no model of transformers computes what this one does", *reasons[:6]))
-    raise ConfigError(
-        [Problem("MT703", "", None, rule, "export writes weights under mtrain's own names")]
+        reasons.append((len(differences), f"{one}: {', '.join(differences[:4])}"))
+    nearest = "; ".join(why for _, why in sorted(reasons, key=lambda reason: reason[0])[:6])
+    rule = (
+        "cannot write a config.json because no model of transformers computes what this one does"
+        f" ({nearest})"
     )
+    fix = "use `export`, which writes weights under mtrain's own names"
+    raise ConfigError([Problem("MT703", "", None, rule, fix)])
 
 
 def _read_again(body: Json) -> Imported:
