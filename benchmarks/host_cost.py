@@ -91,13 +91,13 @@ def measured(
     kind: str, layers: int, rounds: int, overrides: list[str], profile: bool
 ) -> dict[str, Any]:
     """Return the figures of all contenders of a kind of layers."""
-    with host_cost_models.contenders(kind, layers, overrides) as contenders:
+    with host_cost_models.contenders(KINDS[kind], layers, overrides) as contenders:
         for _ in range(WARM):
             for contender in contenders:
                 contender.step()
         found = timed(contenders, rounds)
         result: dict[str, Any] = {
-            "layers": layers,
+            "layers": len(contenders[0].layers),
             "contenders": {one.name: figures(*found[one.name]) for one in contenders},
         }
         if profile:

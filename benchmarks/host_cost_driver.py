@@ -27,6 +27,7 @@ SM_90 = {
     "mem_bus_width": 5120,
 }
 """Properties of a device, as Triton's driver reports them of an H100."""
+CAPABILITY = (9, 0)
 REGISTERS = 64
 THREADS = 1024
 
@@ -161,7 +162,7 @@ class NullDriver:
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         """Return that of an H100."""
-        return (9, 0)
+        return CAPABILITY
 
     def get_current_target(self) -> Any:
         """Return what kernels are compiled for."""
@@ -184,8 +185,10 @@ def install() -> Launches:
     """Put the null driver under Triton and `mtrain_kernels`, and return the table of launches.
 
     Memory that `torch.empty` and its relatives return is zero from here on, because no kernel
-    writes it and torch's own operations index by it; that takes 0.2 microseconds a tensor. Raises
-    `RuntimeError` if Triton's interpreter is on.
+    writes it and torch's own operations index by it; that takes 0.2 microseconds a tensor. A
+    product in FP8 by cuBLAS is a product in bf16 here, of 16 by 128 by 128: torch's own for a CPU
+    converts its operands, which takes it 50 microseconds. Raises `RuntimeError` if Triton's
+    interpreter is on.
     """
     import torch
     import triton
@@ -197,9 +200,26 @@ def install() -> Launches:
     driver.set_active(NullDriver())
     import mtrain_kernels.runtime as runtime
 
+    from mtrain_kernels.registry import Implementation
+
     runtime._driver_obstacle = lambda device: None  # type: ignore[assignment]
     runtime.capability = lambda device: 90
     runtime.processors = lambda device: SM_90["multiprocessor_count"]  # type: ignore[assignment]
+    # On a GPU cuBLAS multiplies in FP8.
+    from mtrain_kernels.fp8_linear.op import OPS
+
+    OPS[0].implementations["torch"] = Implementation("torch", lambda device: None)  # type: ignore[index]
+    small = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(128, 128, dtype=torch.bfloat16)
+
+    def scaled(a: Any, b: Any, *more: Any, out_dtype: Any = None, **_: Any) -> Any:
+        torch.mm(*small)
+        dtype = out_dtype or next(each for each in more if isinstance(each, torch.dtype))
+        return a.new_zeros((a.shape[0], b.shape[1]), dtype=dtype)
+
+    torch._scaled_mm = scaled
+    torch._scaled_mm_v2 = scaled
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
+    torch.version.cuda = "12.9"
     torch.empty = torch.zeros
     torch.empty_like = lambda x, **options: torch.zeros_like(x, **options)
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
