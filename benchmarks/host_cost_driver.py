@@ -1,5 +1,4 @@
-"""A Triton driver that launches nothing: kernels are compiled for sm_90, and a launch is a number in
-a table.
+"""A Triton driver that launches nothing: kernels are compiled for sm_90, and launches are counted.
 
 It replaces Triton's driver below everything that Python does for a launch. `JITFunction.run`, the
 cache of compiled kernels, and Triton's own `CudaLauncher` (scratch memory, tensor descriptors) run
@@ -14,7 +13,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SM_90 = {
@@ -27,6 +27,10 @@ SM_90 = {
     "mem_bus_width": 5120,
 }
 """Properties of a device, as Triton's driver reports them of an H100."""
+LAUNCH = "launch "
+"""Begins the name of a launch of Triton's in a trace."""
+ALLOCATION = "allocate"
+"""The name of an allocation in a trace."""
 CAPABILITY = (9, 0)
 REGISTERS = 64
 THREADS = 1024
@@ -199,7 +203,6 @@ def install() -> Launches:
         raise RuntimeError("TRITON_INTERPRET is set: kernels would be interpreted, not launched")
     driver.set_active(NullDriver())
     import mtrain_kernels.runtime as runtime
-
     from mtrain_kernels.registry import Implementation
 
     runtime._driver_obstacle = lambda device: None  # type: ignore[assignment]
@@ -214,16 +217,53 @@ def install() -> Launches:
     def scaled(a: Any, b: Any, *more: Any, out_dtype: Any = None, **_: Any) -> Any:
         torch.mm(*small)
         dtype = out_dtype or next(each for each in more if isinstance(each, torch.dtype))
-        return a.new_zeros((a.shape[0], b.shape[1]), dtype=dtype)
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
     torch._scaled_mm = scaled
     torch._scaled_mm_v2 = scaled
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY
     torch.version.cuda = "12.9"
-    torch.empty = torch.zeros
-    torch.empty_like = lambda x, **options: torch.zeros_like(x, **options)
-    torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
+    allocate(torch.zeros, torch.zeros_like, torch.Tensor.new_zeros)
     # mtrain lets Triton run on a CPU in its interpreter only; the driver above stands for that.
     os.environ["TRITON_INTERPRET"] = "1"
     type(triton.knobs.runtime).interpret = False
     return LAUNCHES
+
+
+def allocate(empty: Any, empty_like: Any, new_empty: Any) -> None:
+    """Let `torch.empty` and its relatives be other functions."""
+    import torch
+
+    torch.empty = empty
+    torch.empty_like = empty_like
+    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """Write each launch of Triton's into the trace of torch's profiler while this is open, and each
+    allocation, which zeroes memory for this benchmark only.
+    """
+    import torch
+
+    named = torch._C._profiler._RecordFunctionFast
+
+    def launched(kernel: str) -> None:
+        with named(LAUNCH + kernel):
+            pass
+
+    def zeroing(make: Any) -> Any:
+        def allocated(*given: Any, **options: Any) -> Any:
+            with named(ALLOCATION):
+                return make(*given, **options)
+
+        return allocated
+
+    plain = torch.empty, torch.empty_like, torch.Tensor.new_empty
+    LAUNCHES.listener = launched
+    allocate(*(zeroing(make) for make in plain))
+    try:
+        yield
+    finally:
+        LAUNCHES.listener = None
+        allocate(*plain)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 SEQUENCE = 16
@@ -132,7 +133,9 @@ def _words(sizes: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.{key}={value}" for key, value in sizes.items())
 
 
-MLA = "{q_lora_rank: 64, kv_lora_rank: 32, qk_head_dim: 16, qk_pos_emb_head_dim: 16, v_head_dim: 16}"
+MLA = (
+    "{q_lora_rank: 64, kv_lora_rank: 32, qk_head_dim: 16, qk_pos_emb_head_dim: 16, v_head_dim: 16}"
+)
 KINDS = {
     "dense": Kind(
         "Llama: grouped-query attention and SwiGLU",
@@ -186,7 +189,8 @@ def contenders(kind: Kind, layers: int, overrides: list[str]) -> Iterator[list[C
         found = [mtrain(f"mtrain {form}", one, world, kind) for form, one in runs.items()]
         if kind.megatron is None:
             found.append(megatron(plain, world))
-        found.append(transformers(plain, kind))
+        if find_spec("transformers") is not None:
+            found.append(transformers(plain, kind))
         yield found
 
 
