@@ -1,5 +1,4 @@
-"""A Triton driver that launches nothing: kernels are compiled for sm_90, and a launch is a number in
-a table.
+"""A Triton driver that launches nothing: kernels are compiled for sm_90, and launches are counted.
 
 It replaces Triton's driver below everything that Python does for a launch. `JITFunction.run`, the
 cache of compiled kernels, and Triton's own `CudaLauncher` (scratch memory, tensor descriptors) run
@@ -14,7 +13,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SM_90 = {
@@ -27,6 +27,11 @@ SM_90 = {
     "mem_bus_width": 5120,
 }
 """Properties of a device, as Triton's driver reports them of an H100."""
+LAUNCH = "launch "
+"""Begins the name of a launch of Triton's in a trace."""
+ALLOCATION = "allocate"
+"""The name of an allocation in a trace."""
+CAPABILITY = (9, 0)
 REGISTERS = 64
 THREADS = 1024
 
@@ -161,7 +166,7 @@ class NullDriver:
 
     def get_device_capability(self, device: int = 0) -> tuple[int, int]:
         """Return that of an H100."""
-        return (9, 0)
+        return CAPABILITY
 
     def get_current_target(self) -> Any:
         """Return what kernels are compiled for."""
@@ -184,8 +189,10 @@ def install() -> Launches:
     """Put the null driver under Triton and `mtrain_kernels`, and return the table of launches.
 
     Memory that `torch.empty` and its relatives return is zero from here on, because no kernel
-    writes it and torch's own operations index by it; that takes 0.2 microseconds a tensor. Raises
-    `RuntimeError` if Triton's interpreter is on.
+    writes it and torch's own operations index by it; that takes 0.2 microseconds a tensor. A
+    product in FP8 by cuBLAS is a product in bf16 here, of 16 by 128 by 128: torch's own for a CPU
+    converts its operands, which takes it 50 microseconds. Raises `RuntimeError` if Triton's
+    interpreter is on.
     """
     import torch
     import triton
@@ -196,14 +203,67 @@ def install() -> Launches:
         raise RuntimeError("TRITON_INTERPRET is set: kernels would be interpreted, not launched")
     driver.set_active(NullDriver())
     import mtrain_kernels.runtime as runtime
+    from mtrain_kernels.registry import Implementation
 
     runtime._driver_obstacle = lambda device: None  # type: ignore[assignment]
     runtime.capability = lambda device: 90
     runtime.processors = lambda device: SM_90["multiprocessor_count"]  # type: ignore[assignment]
-    torch.empty = torch.zeros
-    torch.empty_like = lambda x, **options: torch.zeros_like(x, **options)
-    torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
+    # On a GPU cuBLAS multiplies in FP8.
+    from mtrain_kernels.fp8_linear.op import OPS
+
+    OPS[0].implementations["torch"] = Implementation("torch", lambda device: None)  # type: ignore[index]
+    small = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(128, 128, dtype=torch.bfloat16)
+
+    def scaled(a: Any, b: Any, *more: Any, out_dtype: Any = None, **_: Any) -> Any:
+        torch.mm(*small)
+        dtype = out_dtype or next(each for each in more if isinstance(each, torch.dtype))
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+    torch._scaled_mm = scaled
+    torch._scaled_mm_v2 = scaled
+    torch.cuda.get_device_capability = lambda device=None: CAPABILITY
+    torch.version.cuda = "12.9"
+    allocate(torch.zeros, torch.zeros_like, torch.Tensor.new_zeros)
     # mtrain lets Triton run on a CPU in its interpreter only; the driver above stands for that.
     os.environ["TRITON_INTERPRET"] = "1"
     type(triton.knobs.runtime).interpret = False
     return LAUNCHES
+
+
+def allocate(empty: Any, empty_like: Any, new_empty: Any) -> None:
+    """Let `torch.empty` and its relatives be other functions."""
+    import torch
+
+    torch.empty = empty
+    torch.empty_like = empty_like
+    torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """Write each launch of Triton's into the trace of torch's profiler while this is open, and each
+    allocation, which zeroes memory for this benchmark only.
+    """
+    import torch
+
+    named = torch._C._profiler._RecordFunctionFast
+
+    def launched(kernel: str) -> None:
+        with named(LAUNCH + kernel):
+            pass
+
+    def zeroing(make: Any) -> Any:
+        def allocated(*given: Any, **options: Any) -> Any:
+            with named(ALLOCATION):
+                return make(*given, **options)
+
+        return allocated
+
+    plain = torch.empty, torch.empty_like, torch.Tensor.new_empty
+    LAUNCHES.listener = launched
+    allocate(*(zeroing(make) for make in plain))
+    try:
+        yield
+    finally:
+        LAUNCHES.listener = None
+        allocate(*plain)

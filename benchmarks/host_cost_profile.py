@@ -10,13 +10,13 @@ import cProfile
 import pstats
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from host_cost_driver import LAUNCHES
+from host_cost_driver import ALLOCATION, LAUNCH, LAUNCHES, traced
 from host_cost_marks import BACKWARD, FORWARD, between, observed
 from host_cost_models import MICRO_BATCHES, Contender
 
@@ -101,7 +101,6 @@ class _Traced:
     """torch.profiler between the marks of each micro-batch."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, Any]] = []
         self._open: Any = None
 
     def begin(self, way: str) -> None:
@@ -116,8 +115,23 @@ class _Traced:
         self._open.__exit__(None, None, None)
 
 
-LAUNCH = "launch "
-"""Begins the name of a Triton launch in a trace."""
+NO_LAUNCH = frozenset(
+    """_local_scalar_dense _reshape_alias _unsafe_view alias as_strided chunk contiguous data detach
+    detach_ empty empty_like empty_strided expand expand_as flatten is_nonzero item lift_fresh
+    movedim narrow new_empty new_empty_strided permute reshape reshape_as resize_ result_type select
+    set_ slice split split_with_sizes squeeze t to transpose type_as unbind unflatten unsafe_split
+    unsqueeze view view_as""".split()  # noqa: SIM905
+)
+"""Operations of torch that make or view memory, or are others' names."""
+TITLES = (
+    "inclusive time by op",
+    "own time by module",
+    "own time by package",
+    "own time by function",
+    "inclusive time by function",
+)
+SHOWN = 24
+"""Rows of a table that are printed."""
 
 
 def by_op(contender: Contender, steps: int) -> list[Row]:
@@ -126,62 +140,73 @@ def by_op(contender: Contender, steps: int) -> list[Row]:
     An op is one of torch's dispatcher, an `autograd.Function`, or in the backward a node of
     autograd's graph with its hooks.
     """
-    import torch
-
-    with (
-        observed(contender.layers, contender.period, _Traced()),
-        _launches_in_traces(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
-    ):
-        for _ in range(steps):
-            contender.step()
-    units = _units(contender, steps)
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for event in profiler.events():
-        if not event.name.startswith("host_cost "):
-            continue
-        way = event.name.removeprefix("host_cost ")
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 4)
+    for way, event in _traced(contender, steps):
         for child in event.cpu_children:
             one = found[way, _plain(child.name)]
             one[0] += child.cpu_time_total
             one[1] += 1
-            one[2] += _launched(child)
+            one[2] += _triton(child)
+            one[3] += _torch(child)
+    units = _units(contender, steps)
     rows = [
         {
             "op": name,
             "way": way,
             "us": round(us / units, 1),
             "calls": round(calls / units, 2),
-            "launches": round(launches / units, 2),
+            "triton_launches": round(triton / units, 2),
+            "torch_launches": round(torchs / units, 2),
         }
-        for (way, name), (us, calls, launches) in found.items()
+        for (way, name), (us, calls, triton, torchs) in found.items()
     ]
     return sorted(rows, key=lambda row: -row["us"])
+
+
+def launches_of_torch(contender: Contender) -> dict[str, float]:
+    """Return how many operations of torch a layer and micro-batch launches, by way: those that no
+    other of them calls, without those of memory and views.
+    """
+    found = {FORWARD: 0.0, BACKWARD: 0.0}
+    for way, event in _traced(contender, 1):
+        found[way] += sum(_torch(child) for child in event.cpu_children)
+    return {way: count / _units(contender, 1) for way, count in found.items()}
+
+
+def _traced(contender: Contender, steps: int) -> Iterator[tuple[str, Any]]:
+    """Yield the way and the event of each span between the marks in a trace of some steps."""
+    import torch
+
+    with (
+        observed(contender.layers, contender.period, _Traced()),
+        traced(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+    ):
+        for _ in range(steps):
+            contender.step()
+    for event in profiler.events():
+        if event.name.startswith("host_cost "):
+            yield event.name.removeprefix("host_cost "), event
 
 
 def _plain(name: str) -> str:
     return name.removeprefix("autograd::engine::evaluate_function: ")
 
 
-def _launched(event: Any) -> int:
+def _triton(event: Any) -> int:
+    """Return how many kernels of Triton an event launches."""
     own = int(event.name.startswith(LAUNCH))
-    return own + sum(_launched(child) for child in event.cpu_children)
+    return own + sum(_triton(child) for child in event.cpu_children)
 
 
-@contextmanager
-def _launches_in_traces() -> Iterator[None]:
-    """Write each Triton launch into the trace while this is open."""
-    import torch
-
-    def note(kernel: str) -> None:
-        with torch._C._profiler._RecordFunctionFast(LAUNCH + kernel):
-            pass
-
-    LAUNCHES.listener = note
-    try:
-        yield
-    finally:
-        LAUNCHES.listener = None
+def _torch(event: Any) -> int:
+    """Return how many operations of torch an event launches."""
+    if event.name == ALLOCATION:
+        return 0
+    inside = sum(_torch(child) for child in event.cpu_children)
+    if inside or not event.name.startswith("aten::"):
+        return inside
+    return int(event.name.removeprefix("aten::") not in NO_LAUNCH)
 
 
 @dataclass
@@ -298,25 +323,25 @@ def _units(contender: Contender, steps: int) -> int:
     return len(between(contender.layers, contender.period)) * MICRO_BATCHES * steps
 
 
-def tables(contender: Contender, steps: int, top: int = 20) -> dict[str, list[Row]]:
-    """Return all tables of a contender; those of functions have their `top` first rows."""
-    packages, own, inclusive = by_function(contender, steps)
-    return {
-        "own time by package": packages,
-        "own time by function": own[:top],
-        "inclusive time by function": inclusive[: 2 * top],
-        "inclusive time by op": by_op(contender, steps)[: 2 * top],
-        "own time by module": by_module(contender, steps),
-    }
+def tables(contender: Contender, steps: int, *, functions: bool) -> dict[str, list[Row]]:
+    """Return the tables of a contender by their `TITLES`: by op and module, and with `functions`
+    those of cProfile.
+    """
+    found = [by_op(contender, steps), by_module(contender, steps)]
+    if functions:
+        packages, own, inclusive = by_function(contender, steps)
+        found += [packages, own[:SHOWN], inclusive[: 2 * SHOWN]]
+    return dict(zip(TITLES, found, strict=False))
 
 
-def as_text(name: str, found: dict[str, list[Row]], show: Callable[[str], None] = print) -> None:
-    """Print the tables of a contender in Markdown."""
-    for title, rows in found.items():
-        show(f"#### {name}: {title}, microseconds of a layer and micro-batch\n")
-        keys = list(rows[0])
-        show("| " + " | ".join(keys) + " |")
-        show("|" + "---|" * len(keys))
-        for row in rows:
-            show("| " + " | ".join(str(value) for value in row.values()) + " |")
-        show("")
+def as_text(name: str, title: str, rows: list[Row]) -> str:
+    """Return the first rows of a table in Markdown."""
+    keys = list(rows[0])
+    lines = [
+        f"#### {name}: {title}, microseconds of a layer and micro-batch",
+        "",
+        "| " + " | ".join(keys) + " |",
+        "|" + "---|" * len(keys),
+    ]
+    lines += ["| " + " | ".join(str(each) for each in row.values()) + " |" for row in rows[:SHOWN]]
+    return "\n".join(lines) + "\n"
