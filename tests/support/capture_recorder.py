@@ -54,7 +54,7 @@ SIZES = frozenset(
     }
 )
 _MASKS = (torch.bool, torch.uint8)
-_HERE = str(Path(__file__))
+_HERE = (__file__, str(Path(__file__).with_name("captured_steps.py")))
 _TORCH = str(Path(torch.__file__).parent)
 _PYTHON = str(Path(weakref.__file__).parent)
 
@@ -88,6 +88,8 @@ class _Storage:
     alive: weakref.ref[Any]
     label: tuple[Any, ...]
     where: str = ""
+    event: int = 0
+    """How many operations came before it was met."""
 
 
 @dataclass
@@ -153,21 +155,30 @@ class Capture:
             self._compare(self._first, run)
 
     def _compare(self, first: _Recording, run: _Recording) -> None:
+        same = self._first_difference(first, run)
         for old, new in zip(first.outside, run.outside, strict=False):
             was = old.alive()
+            # Past the first other operation, these are other operands.
+            if max(old.event, new.event) > same:
+                return
             if was is None:
                 self._found(FREED, "memory that the graph reads", old.where)
             elif was is not new.alive():
                 self._found(MOVED, "memory that the graph reads", new.where)
-        for old_event, new_event in zip(first.events, run.events, strict=False):
-            if (old_event.name, old_event.given) != (new_event.name, new_event.given):
-                self._found(CHANGES, _difference(old_event, new_event), new_event.where)
-                return
+
+    def _first_difference(self, first: _Recording, run: _Recording) -> int:
+        """Report the first operation that is another one; return how many are alike."""
+        pairs = zip(first.events, run.events, strict=False)
+        for number, (old, new) in enumerate(pairs):
+            if (old.name, old.given) != (new.name, new.given):
+                self._found(CHANGES, _difference(old, new), new.where)
+                return number
+        both = min(len(first.events), len(run.events))
         if len(first.events) != len(run.events):
-            longer = max(first.events, run.events, key=len)
-            extra = longer[min(len(first.events), len(run.events))]
+            extra = max(first.events, run.events, key=len)[both]
             what = f"{len(first.events)} operations, then {len(run.events)} with {extra.name}"
             self._found(CHANGES, what, extra.where)
+        return both
 
     def _found(self, kind: str, what: str, where: str) -> None:
         finding = Finding(kind, what, where)
@@ -266,7 +277,9 @@ class _Recorder(Outside):
         def make(*args: Any, **kwargs: Any) -> Tensor:
             made: Tensor = real(*args, **kwargs)
             storage = made.untyped_storage()
-            if made.is_meta and id(storage) not in self.known:
+            # A tensor that is given comes back, or is copied by an operation.
+            given = isinstance(args[0], Tensor)
+            if made.is_meta and not given:
                 self._found(COPIES, f"torch.{name}", _where())
                 self.run.made.append(self._learn(storage, ("host", name), _where()))
             return made
@@ -335,7 +348,8 @@ class _Recorder(Outside):
     def _learn(self, storage: Any, label: tuple[Any, ...], where: str) -> _Storage:
         key = id(storage)
         known = self.known
-        found = _Storage(weakref.ref(storage, lambda _: known.pop(key, None)), label, where)
+        alive = weakref.ref(storage, lambda _: known.pop(key, None))
+        found = _Storage(alive, label, where, len(self.run.events))
         known[key] = found
         return found
 
@@ -408,7 +422,11 @@ def _where() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name != _HERE and not name.startswith((_TORCH, _PYTHON, "<")) and "/triton/" not in name:
+        if (
+            name not in _HERE
+            and not name.startswith((_TORCH, _PYTHON, "<"))
+            and "/triton/" not in name
+        ):
             return f"{_below(name)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

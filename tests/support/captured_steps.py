@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from torch._C._distributed_c10d import FakeWork
 
+from tests.support import capture_recorder
 from tests.support.capture_recorder import Capture, Finding, Outside
 from tests.support.patience import patient
 
@@ -70,7 +71,9 @@ def steps_of(words: list[str]) -> dict[str, Any]:
     from mtrain.config.rules import check
 
     machine = Machine(cpu_cores=8, memory_bytes=64 << 30, gpus=8, triton=True)
-    run = resolve(compose([*HERE, *words]).run, machine)
+    named = {word.partition("=")[0] for word in words}
+    given = [word for word in HERE if word.partition("=")[0] not in named]
+    run = resolve(compose([*given, *words]).run, machine)
     refused = sorted({p.code for p in check(run) if p.severity == "error"})
     if refused:
         return {"refused": refused, "found": [], "graphs": 0}
@@ -98,7 +101,11 @@ def _steps(run: Any, findings: list[Finding]) -> int:
         for name, value in (("build_optimizer", optimizer), ("build_schedule", None)):
             stack.enter_context(mock.patch.object(assemble, name, return_value=value))
         layers = _Layers(findings)
+        whole = _Whole(findings)
+        wrapper = "megatron.core.full_cuda_graph.FullCudaGraphWrapper"
+        stack.enter_context(mock.patch(wrapper, whole.wrapping))
         stack.enter_context(_recorded_managers(layers))
+        stack.enter_context(_eager_parts(run))
         stack.enter_context(_generators(findings, registered))
         stack.enter_context(cpu_namespace.shapes_only())
         stack.enter_context(_Alone(findings))
@@ -109,30 +116,26 @@ def _steps(run: Any, findings: list[Finding]) -> int:
             context = assemble.assemble(run, world, assemble.splits_of(run), drawn=False)
         read = context.train_data.microbatches(0, run.trainer.batch)
         batches = [to_device(cast(Batch, batch), world) for batch in read]
-        whole = None
-        if run.trainer.cuda_graph_impl == "full_iteration":
-            whole = _Whole(findings, context)
         steps.gradients(context, batches)
         for _ in range(2):
-            layers.on = True
-            if whole is not None:
-                whole.on = True
+            layers.on = run.trainer.cuda_graph_impl == "local"
+            whole.on = True
             reports = steps.gradients(context, batches)
             layers.on = False
             gc.collect()
-            if whole is not None:
-                whole.end(reports)
+            whole.end(reports)
             del reports
             layers.end()
             if run.trainer.eval_iters:
                 _evaluate(context, batches)
-        return layers.number + (whole is not None)
+        return layers.number + (whole.run is not None)
 
 
 def _evaluate(context: Any, batches: list[Any]) -> None:
+    from mtrain.mcore.state.sharding import gathered
     from mtrain.train.loop import step as steps
 
-    with torch.no_grad():
+    with gathered(context.state.chunks), torch.no_grad():
         for chunk in context.state.chunks:
             chunk.eval()
         steps.run_schedule(context, batches, forward_only=True)
@@ -154,29 +157,33 @@ class _Alone(Outside):
 
 
 class _Whole:
-    """The schedule of a step as one graph."""
+    """megatron-core's wrapper of a step's schedule, which records it where that would capture."""
 
-    def __init__(self, findings: list[Finding], context: Any) -> None:
-        from mtrain.mcore import api as mcore
-
+    def __init__(self, findings: list[Finding]) -> None:
         self.capture = Capture(findings)
-        self.real = mcore.get_forward_backward_func()
+        self.schedule: Callable[..., Any] | None = None
         self.run: Any = None
         self.on = False
-        context.__dict__["pipeline"] = self
+
+    def wrapping(self, schedule: Callable[..., Any], **_: Any) -> _Whole:
+        """Take the place of the class, once for each run."""
+        self.schedule = schedule
+        return self
 
     def __call__(self, **given: Any) -> Any:
-        if not self.on:
-            return self.real(**given)
+        assert self.schedule is not None
+        if not self.on or given["forward_only"]:
+            return self.schedule(**given)
         batches = list(given.pop("data_iterator"))
         self.run = self.capture.begun()
         with self.capture.part(self.run, batches):
-            return self.real(data_iterator=iter(batches), **given)
+            return self.schedule(data_iterator=iter(batches), **given)
 
     def end(self, results: Any) -> None:
         """Compare the step with the first."""
-        self.capture.returns(self.run, results)
-        self.capture.ended(self.run)
+        if self.run is not None:
+            self.capture.returns(self.run, results)
+            self.capture.ended(self.run)
         self.on = False
 
 
@@ -211,7 +218,9 @@ class _Layers:
 @contextmanager
 def _recorded_managers(layers: _Layers) -> Iterator[None]:
     """Record what megatron-core's manager of a module's graphs would capture."""
-    from megatron.core.transformer import cuda_graphs, transformer_layer
+    from megatron.core.distributed import distributed_data_parallel
+    from megatron.core.models.common.language_module import language_module
+    from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.module import MegatronModule
 
     class Manager(torch.nn.Module):
@@ -231,6 +240,10 @@ def _recorded_managers(layers: _Layers) -> Iterator[None]:
             call = self.function or super(MegatronModule, module).__call__
             if not layers.on or not torch.is_grad_enabled():
                 return call(*args, **kwargs)
+            # Data parallelism gathers weights before a graph, and does nothing in it.
+            for part in module.modules():
+                for hook in part._forward_pre_hooks.values():
+                    hook(part)
             tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
             weights = list(module.parameters())
             given: dict[str, Any] = {"call": call, "args": args, "kwargs": kwargs}
@@ -241,15 +254,36 @@ def _recorded_managers(layers: _Layers) -> Iterator[None]:
                 return next(found)
             return tuple(next(found) if one is _Graphed else one for one in plain)
 
-    def experts(_: Any, hidden: Any, probs: Any) -> tuple[Any, Any]:
-        # They run between graphs, where the host may read what no tensor here has.
-        return hidden + 0 * probs.sum(), None
+    def capturing() -> bool:
+        return layers.on and capture_recorder.recording()
 
-    layer = transformer_layer.MoETransformerLayer
     with (
         mock.patch.object(cuda_graphs, "CudaGraphManager", Manager),
-        mock.patch.object(layer, "_forward_mlp_expert_compute", experts),
+        # Since 0.19 it makes one for inference.
+        mock.patch.object(language_module, "CudaGraphManager", Manager, create=True),
+        mock.patch.object(distributed_data_parallel, "is_graph_capturing", capturing),
     ):
+        yield
+
+
+@contextmanager
+def _eager_parts(run: Any) -> Iterator[None]:
+    """Leave out experts that run between graphs, where the host reads numbers that no tensor has
+    here, and the exchange between stages.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    def experts(layer: Any, hidden: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+        # Every weight gets a gradient, as data parallelism expects.
+        return hidden + 0 * sum(weight.sum() for weight in layer.parameters()), None
+
+    parts = run.trainer.cuda_graph_modules
+    with ExitStack() as stack:
+        if parts is not None and "moe" not in parts:
+            stack.enter_context(mock.patch.object(MoELayer, "forward", experts))
+        for name in ("_batched_p2p_ops", "_p2p_ops"):
+            stack.enter_context(mock.patch.object(p2p_communication, name, return_value=[]))
         yield
 
 
@@ -313,8 +347,6 @@ class _Graphed(torch.autograd.Function):
 def _generators(findings: list[Finding], registered: bool) -> Iterator[None]:
     """Record random states that the host moves: a graph keeps only registered generators."""
     from megatron.core.tensor_parallel import random
-
-    from tests.support import capture_recorder
 
     def moved(*_: Any, graph_safe: bool = False, **__: Any) -> Any:
         if not graph_safe and capture_recorder.recording():
