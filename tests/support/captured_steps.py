@@ -65,12 +65,16 @@ def recorded(cases: dict[str, list[str]], timeout_s: float = 300) -> dict[str, d
 
 
 def steps_of(words: list[str]) -> dict[str, Any]:
-    """Return the codes that refuse a run, or the findings in its second and third step."""
+    """Return the codes that refuse a run, or the findings in its second and third step; the word
+    `fault=NAME` puts one of `captured_steps_faults` into its layers.
+    """
     from mtrain.config.compose.composer import compose
     from mtrain.config.resolve.resolution import Machine, resolve
     from mtrain.config.rules import check
 
     machine = Machine(cpu_cores=8, memory_bytes=64 << 30, gpus=8, triton=True)
+    faults = [word.removeprefix("fault=") for word in words if word.startswith("fault=")]
+    words = [word for word in words if not word.startswith("fault=")]
     named = {word.partition("=")[0] for word in words}
     given = [word for word in HERE if word.partition("=")[0] not in named]
     run = resolve(compose([*given, *words]).run, machine)
@@ -78,11 +82,11 @@ def steps_of(words: list[str]) -> dict[str, Any]:
     if refused:
         return {"refused": refused, "found": [], "graphs": 0}
     findings: list[Finding] = []
-    graphs = _steps(run, findings)
+    graphs = _steps(run, findings, faults)
     return {"refused": [], "found": [str(finding) for finding in findings], "graphs": graphs}
 
 
-def _steps(run: Any, findings: list[Finding]) -> int:
+def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
     from mtrain.devices import cpu_namespace
     from mtrain.world import fake_world
 
@@ -95,9 +99,12 @@ def _steps(run: Any, findings: list[Finding]) -> int:
         world = stack.enter_context(fake_world.silent_world(run, 0, META))
         # megatron-core is adapted from here on.
         from mtrain.train import assemble
+        from tests.support.captured_steps_faults import seeded
         from mtrain.train.loop import step as steps
         from mtrain.train.loop.prefetch import Batch, to_device
 
+        for fault in faults:
+            stack.enter_context(seeded(fault))
         for name, value in (("build_optimizer", optimizer), ("build_schedule", None)):
             stack.enter_context(mock.patch.object(assemble, name, return_value=value))
         layers = _Layers(findings)

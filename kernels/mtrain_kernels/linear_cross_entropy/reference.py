@@ -262,7 +262,7 @@ class ReferenceChunks:
             gradient.scatter_add_(1, column[:, None], -hit[:, None].to(gradient.dtype))
             if slope is not None:
                 gradient.mul_(slope)
-            # Even where it is NaN. On a CPU these are few rows; a device does not wait for how many.
+            # Even where it is NaN. A CPU writes few rows; a device must not wait for their number.
             ignored = labels == terms.ignore_index
             if x.device.type == "cpu":
                 gradient.index_fill_(0, ignored.nonzero()[:, 0], 0)
