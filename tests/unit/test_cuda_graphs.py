@@ -30,6 +30,7 @@ SCRIPT = (
     " --tokenizer-type NullTokenizer --mock-data --train-iters 10 --global-batch-size 8"
     " --num-experts 4"
 )
+AGAIN = "parallel.recompute.granularity"
 PADDED = "model.moe.expert_capacity_factor=1.0 model.moe.pad_expert_input_to_capacity=true"
 
 
@@ -79,7 +80,10 @@ FINE = (
     f"{TE} kernels.linear=te trainer.cuda_graph_modules=[attn]",
     f"{STEP} parallel.recompute.granularity=full",
     f"{LOCAL} {EXPERTS} {PADDED}",
-    f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[attn,moe_router,moe_preprocess]",
+    f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[attn]",
+    f"{TE} {EXPERTS} kernels.linear=te trainer.cuda_graph_modules=[attn,moe_router,moe_preprocess]",
+    f"{LOCAL} {EXPERTS} {PADDED} trainer.cuda_graph_modules=[attn,moe]",
+    f"{STEP} parallel.recompute.granularity=selective",
     f"{LOCAL} model.hidden_dropout=0.1 trainer.eval_iters=0",
     f"{LOCAL} precision=fp16",
     f"{LOCAL} model=nemotron_h_tiny trainer.cuda_graph_modules=[attn,mlp,mamba]",
@@ -103,11 +107,26 @@ BAD = (
     (f"{STEP} {EXPERTS}", "MT413", "trainer.cuda_graph_impl"),
     (
         (
-            f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[moe_router,moe_preprocess]"
-            f" {PADDED.split()[0]}"
+            f"{TE} {EXPERTS} kernels.linear=te {PADDED.split()[0]}"
+            " trainer.cuda_graph_modules=[moe_router,moe_preprocess]"
         ),
         "MT414",
         "trainer.cuda_graph_modules",
+    ),
+    (
+        f"{LOCAL} {EXPERTS} trainer.cuda_graph_modules=[attn,moe_router]",
+        "MT412",
+        "trainer.cuda_graph_modules",
+    ),
+    (
+        f"{LOCAL} model=pythia_tiny trainer.cuda_graph_modules=[attn,mlp]",
+        "MT412",
+        "trainer.cuda_graph_modules",
+    ),
+    (
+        f"{LOCAL} parallel.recompute.granularity=selective",
+        "MT415",
+        "parallel.recompute.granularity",
     ),
     (f"{LOCAL} parallel.recompute.granularity=full", "MT415", "parallel.recompute.granularity"),
     (

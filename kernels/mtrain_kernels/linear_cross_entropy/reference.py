@@ -262,8 +262,12 @@ class ReferenceChunks:
             gradient.scatter_add_(1, column[:, None], -hit[:, None].to(gradient.dtype))
             if slope is not None:
                 gradient.mul_(slope)
-            # even where it is NaN
-            gradient.index_fill_(0, (labels == terms.ignore_index).nonzero()[:, 0], 0)
+            # Even where it is NaN. A CPU writes few rows; a device must not wait for their number.
+            ignored = labels == terms.ignore_index
+            if x.device.type == "cpu":
+                gradient.index_fill_(0, ignored.nonzero()[:, 0], 0)
+            else:
+                gradient.masked_fill_(ignored[:, None], 0)
             return logits.copy_(gradient)
 
         return torch.cat([torch.stack([local, target, total]), *place]), finish

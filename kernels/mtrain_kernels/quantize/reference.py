@@ -43,7 +43,8 @@ def span(amax: Tensor, greatest: float) -> Tensor:
     """`greatest / amax` rounded once (a number over a tensor would not be), at most 2^126; 1 for an
     amax of 0.
     """
-    m = torch.tensor(greatest, device=amax.device) / amax
+    # Filled on the device: `torch.tensor` would copy from the host, which waits for the device.
+    m = torch.full((), greatest, device=amax.device) / amax
     return m.clamp(max=GREATEST_MULTIPLIER).where(amax > 0, 1.0)
 
 
@@ -162,7 +163,7 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = span(amax, NVFP4_SPAN)
     blocks = F.pad(x.float(), (0, -x.shape[1] % 16)).unflatten(1, (-1, 16))
     # The kernels multiply by the fp32 reciprocal of 6; a division would round differently.
-    scale = encode(finite_amax(blocks, 2) * torch.tensor(1 / 6, device=x.device) * top, "e4m3")
+    scale = encode(finite_amax(blocks, 2) * torch.full((), 1 / 6, device=x.device) * top, "e4m3")
     decoded = scale.float()
     factor = (top / decoded).where(decoded > 0, 0.0)
     code = encode_e2m1(blocks * factor[:, :, None]).flatten(1)[:, : x.shape[1]]

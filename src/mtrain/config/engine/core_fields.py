@@ -179,6 +179,8 @@ FIELDS: dict[str, Get] = {
     # same rank.
     "overlap_p2p_comm": lambda r: r.parallel.vpp > 1,
     "batch_p2p_comm": lambda r: r.parallel.vpp == 1,
+    # The host waits for the device after each exchange, which a CUDA graph of the step cannot hold.
+    "batch_p2p_sync": lambda r: not _one_graph(r),
     "deallocate_pipeline_outputs": frees_sent,
     # The loss is a mean over the tokens of the global batch, so that no layout weighs a sample
     # differently.

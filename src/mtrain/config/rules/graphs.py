@@ -73,7 +73,7 @@ def graph_device(run: RunConfig) -> Iterator[Finding]:
         example=f"{_LAYERS}=[moe_router] {_H100}",
     ),
     reads=(
-        f"{MODULES} {IMPL} model.family model.moe model.hybrid"
+        f"{MODULES} {IMPL} model.family model.moe model.hybrid model.parallel_residual"
         " model.num_layers model.moe.first_dense_layers model.hybrid.pattern"
     ),
 )
@@ -84,12 +84,17 @@ def captured_modules(run: RunConfig) -> Iterator[Finding]:
     if run.trainer.cuda_graph_impl not in ("local", "transformer_engine") or not chosen:
         return
     possible = _possible(run)
+    local = run.trainer.cuda_graph_impl == "local"
     if (experts := {"moe", "moe_router", "moe_preprocess"} & set(chosen)) and m.moe is None:
         why = f"{', '.join(sorted(experts))}: the model has no experts"
     elif "mamba" in chosen and m.family != "hybrid":
         why = f"mamba: the family {m.family} has no Mamba-2 layers"
     elif "mlp" in chosen and m.moe is not None and "mlp" not in possible:
         why = "mlp: every MLP of the model has experts"
+    elif local and (halves := experts - {"moe"}):
+        why = f"{', '.join(sorted(halves))}: local captures experts whole, TransformerEngine halves"
+    elif local and "mlp" in chosen and m.parallel_residual:
+        why = "mlp: it is added to what attention returns, which is another graph"
     elif absent := {"attn", "mlp", "mamba"} & set(chosen) - possible:
         why = f"{', '.join(sorted(absent))}: no layer of the model has it"
     # The two would capture the router twice.
@@ -109,6 +114,8 @@ def _possible(run: RunConfig) -> set[str]:
         has = {word for word, kinds in _OF_KINDS.items() if set(kinds) & set(m.hybrid.pattern)}
     else:
         has = {"attn"} | ({"mlp"} if m.moe is None or m.moe.first_dense_layers else set())
+    if run.trainer.cuda_graph_impl == "local":
+        return has - ({"mlp"} if m.parallel_residual else set())
     return has | ({"moe_router", "moe_preprocess"} if m.moe is not None else set())
 
 
@@ -126,7 +133,8 @@ def _possible(run: RunConfig) -> set[str]:
         "Cannot capture the counts of a token exchange because the alltoall dispatcher copies the"
         " number of dropped or padded tokens to the host.",
         example=(
-            f"{_LAYERS}=[moe_router,moe_preprocess] {_EXPERTS} model.moe.expert_capacity_factor=1.0"
+            f"{IMPL}=transformer_engine kernels.linear=te {MODULES}=[moe_router,moe_preprocess]"
+            f" {_EXPERTS} model.moe.expert_capacity_factor=1.0"
         ),
     ),
     reads=(
@@ -216,7 +224,7 @@ def captured_evaluations(run: RunConfig) -> Iterator[Finding]:
 )
 def captured_recomputation(run: RunConfig) -> Iterator[Finding]:
     """Cannot recompute this with CUDA graphs because a recomputed part must lie wholly inside or
-    outside of a graph, and draw no random numbers inside.
+    outside of a graph that can hold it, and draw no random numbers inside.
     """
     impl = run.trainer.cuda_graph_impl
     again = run.parallel.recompute
@@ -228,6 +236,9 @@ def captured_recomputation(run: RunConfig) -> Iterator[Finding]:
     m = run.model
     if again.granularity == "full" and impl != "full_iteration":
         why = "whole layers, and the graph is not of the whole step"
+    # megatron-core captures with `torch.autograd.grad`, in which no checkpoint may run.
+    elif impl == "local":
+        why = "parts of layers, and the graph of a layer's backward computes nothing again"
     # A region that is recomputed cannot contain a graph.
     elif impl == "transformer_engine" and "moe" in modules and "moe_router" in held:
         why = "moe contains moe_router, which TransformerEngine captures"

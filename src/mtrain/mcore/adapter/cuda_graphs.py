@@ -19,10 +19,29 @@ def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[...
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
+    def gathering(**given: Any) -> Any:
+        chunks = given["model"]
+        if not given["forward_only"]:
+            for chunk in chunks if isinstance(chunks, list) else [chunks]:
+                _gather_again(chunk)
+        return schedule(**given)
+
     captured: Callable[..., Any] = FullCudaGraphWrapper(
-        schedule, cuda_graph_warmup_steps=warmup_steps
+        gathering, cuda_graph_warmup_steps=warmup_steps
     )
     return captured
+
+
+def _gather_again(chunk: Any) -> None:
+    """Let the next forward gather the weights, where it does so as it meets them.
+
+    After an evaluation they are gathered already. A step captured then would hold no gather, and
+    every replay would compute with the weights of that moment.
+    """
+    for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+        for group in getattr(chunk, name, ()):
+            if group.ddp_config.overlap_param_gather and group.param_gather_handle is None:
+                group.param_gather_dispatched = False
 
 
 class CapturedLayers:

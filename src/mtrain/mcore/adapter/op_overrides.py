@@ -140,9 +140,16 @@ def permuted(
     Since 0.19 also where each expert's rows were padded and how many it then has: they are not
     padded.
     """
-    plan = plan_of(routing_map)
-    # The transposed map selects in the order of the rows: by expert, then by token.
-    weights = None if probs is None else probs.T.contiguous().masked_select(routing_map.bool().T)
+    weights = None
+    if drop_and_pad and num_out_tokens is not None:
+        plan, token = padded_plan(routing_map, num_out_tokens // routing_map.shape[1])
+        if probs is not None:
+            weights = probs.T.gather(1, token).flatten()
+    else:
+        plan = plan_of(routing_map)
+        # The transposed map selects in the order of the rows: by expert, then by token.
+        if probs is not None:
+            weights = probs.T.contiguous().masked_select(routing_map.bool().T)
     found = permute_rows(tokens, plan, impl=impl), weights, plan
     return (*found, None, tokens_per_expert) if release.at_least(0, 19) else found
 
@@ -170,7 +177,8 @@ def plan_of(routing_map: Tensor) -> Plan:
     """Return the plan of a map [t, e] that is true where a token goes: rows of one expert after
     another, tokens in order.
 
-    For routers that give maps: those that drop tokens, or are balanced by sinkhorn. A token has as
+    For routers that give maps: those that drop tokens, or are balanced by sinkhorn. Without padding
+    to a capacity (see `padded_plan`), a token has as
     many copies as the busiest one, so the host learns that number from the device, and the number
     of rows with it.
     """
@@ -187,6 +195,26 @@ def plan_of(routing_map: Tensor) -> Plan:
     source = torch.empty(rows, dtype=torch.int32, device=goes.device)
     source[place[token, expert]] = (token * position.shape[1] + copy).int()
     return Plan(position, source, goes.sum(0).int())
+
+
+def padded_plan(routing_map: Tensor, capacity: int) -> tuple[Plan, Tensor]:
+    """Return the plan of a map [t, e] in which every expert has `capacity` tokens, and the token of
+    each of its rows: int64 [e, capacity].
+
+    Shapes follow from the capacity, so the host waits for nothing, and a CUDA graph can hold it. A
+    token has a place for a copy to each expert: padding gives it to any of them.
+    """
+    goes = routing_map.bool()
+    experts = goes.shape[1]
+    # A stable sort puts the tokens of an expert first, in their order.
+    order = goes.T.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    token = order[:, :capacity].contiguous()
+    owner = torch.arange(experts, device=goes.device)
+    row = owner * capacity + goes.cumsum(0) - 1
+    position = torch.where(goes, row, -1).int()
+    source = (token * experts + owner[:, None]).flatten().int()
+    counts = torch.full((experts,), capacity, dtype=torch.int32, device=goes.device)
+    return Plan(position, source, counts), token
 
 
 OVERRIDES: dict[str, tuple[Override, ...]] = {

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from mtrain.mcore.layers import direct
 from mtrain.mcore.layers.operands import feed
-from mtrain.mcore.layers.residual import ResidualNorm, added_by, one_graph
+from mtrain.mcore.layers.residual import ResidualNorm, added_by, captured_parts, one_graph
 
 
 @dataclass
@@ -83,6 +85,36 @@ class DecoderLayer(TransformerLayer):
             config.window_size, skipped, max(1, self.layer_number)
         )
 
+    def create_mcore_cudagraph_manager(self, config: Any) -> None:
+        """Capture the parts that are named, each in a graph of its own; without names the layer.
+
+        megatron-core would capture a whole layer if it has one of those parts.
+        """
+        parts = captured_parts(config)
+        if not parts:
+            super().create_mcore_cudagraph_manager(config)
+            return
+        has_attention = self.submodules_config.self_attention is not IdentityOp
+        mlp = self.submodules_config.mlp
+        word = "moe" if _has_experts(mlp) else "mlp"
+        if "attn" in parts and has_attention:
+            self._capture_part(config, "_forward_attention")
+        if word in parts and mlp is not IdentityOp:
+            self._capture_part(config, "_forward_mlp")
+
+    def _capture_part(self, config: Any, name: str) -> None:
+        """Replace a method by its CUDA graph, once that is captured."""
+        manager = cuda_graphs.CudaGraphManager(config, self, function_name=name)
+        setattr(self, f"graphs_of{name}", manager)
+        replaced = getattr(self, name)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            out = replaced(*args, **kwargs)
+            # 0.16.1 returns a replay's only tensor in a tuple.
+            return out[0] if isinstance(out, tuple) and len(out) == 1 else out
+
+        setattr(self, name, whole)
+
     def let_add(self, part: str, norm: ResidualNorm) -> None:
         """Let the norm that reads the sum behind a part, self_attn or mlp, make it."""
         add = partial(added_by, norm, self._adds[part])
@@ -102,6 +134,11 @@ class DecoderLayer(TransformerLayer):
             states = kwargs["hidden_states"], kwargs["attention_mask"]
             return direct.forward_layer(self, *states, rotary_pos_emb, kwargs.get("padding_mask"))
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+def _has_experts(mlp: Any) -> bool:
+    module = getattr(mlp, "module", None)
+    return isinstance(module, type) and issubclass(module, MoELayer)
 
 
 def leave_in_bf16(layer: Any) -> None:

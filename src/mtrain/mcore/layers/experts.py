@@ -10,11 +10,14 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from mtrain_kernels.activation.op import activation
+from mtrain_kernels.device_tables import DeviceTables
 from mtrain_kernels.grouped_gemm.op import FUSED, rows_of
 from torch import Tensor
 
 from mtrain.mcore.layers.grouped_linear import Gate
 from mtrain.mcore.layers.portable import Activation
+
+_CAPACITIES = DeviceTables(64)
 
 
 class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
@@ -35,7 +38,7 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
         """
         x = permuted_local_hidden_states
         share: Tensor | None = permuted_probs
-        counts = tokens_per_expert.to(x.device, non_blocking=True)
+        counts = self._counts(tokens_per_expert, x.device)
         if self.config.moe_apply_probs_on_input:
             # megatron-core allows this with one expert a token only, so no weight is left for the
             # output.
@@ -62,6 +65,13 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
             # before that layer's backward.
             self.activation_checkpoint.discard_output_and_register_recompute(found[0])
         return self._biased(found, counts, share)
+
+    def _counts(self, given: Tensor, device: torch.device) -> Tensor:
+        """Return the rows of each expert [e] on a device."""
+        if self.config.moe_pad_expert_input_to_capacity and given.is_cpu:
+            # The same in every step, so there is one copy: a CUDA graph cannot wait for the host.
+            return _CAPACITIES.of(tuple(given.tolist()), device, lambda: given)
+        return given.to(device, non_blocking=True)
 
     def _biased(
         self, found: tuple[Tensor, list[Tensor] | None], counts: Tensor, share: Tensor | None

@@ -64,6 +64,18 @@ def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) ->
     return summed
 
 
+def captured_parts(config: Any) -> set[str]:
+    """Return the parts of a layer that are captured each in its own CUDA graph, or full_iteration;
+    empty for whole layers.
+    """
+    named = (
+        getattr(config, "cuda_graph_modules", None)
+        or getattr(config, "cuda_graph_scope", None)
+        or ()
+    )
+    return {part.name for part in named}
+
+
 def one_graph(config: Any, *, layers: int) -> bool:
     """Return whether a part and the norm after it, in one layer or in two `layers`, share a CUDA
     graph or have none.
@@ -73,12 +85,7 @@ def one_graph(config: Any, *, layers: int) -> bool:
     graph.
     """
     captured = config.cuda_graph_impl in ("local", "transformer_engine")
-    named = (
-        getattr(config, "cuda_graph_modules", None)
-        or getattr(config, "cuda_graph_scope", None)
-        or ()
-    )
-    parts = {part.name for part in named}
+    parts = captured_parts(config)
     return not captured or "full_iteration" in parts or (layers == 1 and not parts)
 
 
