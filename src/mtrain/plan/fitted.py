@@ -60,12 +60,12 @@ def fitted(
 
 
 def room_of(run: RunConfig) -> Room | None:
-    """Return the memory that a step may take: the budget, or that of a device less `SPARE`; None
-    where neither is known.
+    """Return the memory that a step may take, by the budget or that of a device, of which `SPARE`
+    stays free; None where neither is known.
     """
     budget = run.parallel.recompute.budget_gib
     if budget is not None:
-        return Room(budget * GIB, f"parallel.recompute.budget_gib {budget:g}")
+        return Room(budget * GIB * (1 - SPARE), f"parallel.recompute.budget_gib {budget:g}")
     memory = run.cluster.device_memory_gib
     if memory is None or facts_of(run.cluster.device).on_host:
         return None

@@ -25,6 +25,7 @@ from mtrain.plan.time.work import Work
 
 KEYS = ("granularity", "modules", "method", "num_layers")
 Modules = tuple[RecomputeModule, ...]
+PARTS_OF_MOE = frozenset({"moe_act", "shared_experts"})
 # FLOPs that a device computes while it moves a byte, where its rates are not known: those of an
 # H100 in bf16.
 FLOPS_PER_BYTE = 300
@@ -53,7 +54,8 @@ class Way:
         if again.method == "block":
             layers = again.num_layers or 1
             return f"{layers} layer{'s' * (layers > 1)} of a stage"
-        return "all layers" if again.num_layers in (None, 1) else f"groups of {again.num_layers}"
+        size = again.num_layers or 1
+        return "all layers" if size == 1 else f"all layers, in groups of {size}"
 
     @property
     def overrides(self) -> str:
@@ -112,26 +114,50 @@ def cheapest(run: RunConfig, room: float) -> Way | None:
 def frontier(run: RunConfig) -> list[Way]:
     """Return the ways of which each next one needs less memory and more time, from nothing on.
 
-    Of layers of a stage, these are quarters.
+    Of sets of modules, these are the ones that add the module with the cheapest bytes next; of
+    layers of a stage, quarters.
+
+    Raises:
+        ValueError: the family does not say what a stage computes, or stages do not fit the model.
     """
-    layers = _most_layers(run)
+    nothing = way(run, "none")
+    every = [way(run, "selective", modules=some) for some in _rising(run, nothing)]
+    layers = most_layers(run)
     quarters = sorted({layers // 4, layers // 2, 3 * layers // 4} - {0, layers})
-    every = [way(run, "none"), *(way(run, "selective", modules=some) for some in _sets(run))]
     every += [way(run, "full", method="block", num_layers=number) for number in quarters]
     every += _all_layers(run)
-    kept: list[Way] = []
+    # The run's own one stands among them, whatever it is.
+    every += [Way(run)]
+    kept = [nothing]
     for one in sorted(every, key=lambda one: (one.cost, one.peak)):
-        if (not kept or one.peak < kept[-1].peak) and (one is every[0] or one.legal):
+        if one.peak < kept[-1].peak and one.legal:
             kept.append(one)
     return kept
 
 
-def _sets(run: RunConfig) -> list[Modules]:
+def _rising(run: RunConfig, nothing: Way) -> Iterator[Modules]:
+    """Yield sets of modules, each with one module more; parts of `moe` make way for it."""
+    each = {module: way(run, "selective", modules=(module,)) for module in recomputable(run)}
+
+    def price(module: RecomputeModule) -> float:
+        freed = max(1, nothing.peak - each[module].peak)
+        return (each[module].cost - nothing.cost) / freed
+
+    order = sorted(each, key=price)
+    some: Modules = ()
+    for module in order:
+        yield (module,)
+        left = tuple(one for one in some if module != "moe" or one not in PARTS_OF_MOE)
+        if module not in PARTS_OF_MOE or "moe" not in some:
+            some = *left, module
+            yield some
+
+
+def module_sets(run: RunConfig) -> list[Modules]:
     """Return the sets of modules that may be recomputed; `moe` contains its parts."""
     there = recomputable(run)
     sets = chain.from_iterable(combinations(there, n) for n in range(1, len(there) + 1))
-    parts = {"moe_act", "shared_experts"}
-    return [some for some in sets if "moe" not in some or not parts & set(some)]
+    return [some for some in sets if "moe" not in some or not PARTS_OF_MOE & set(some)]
 
 
 def _modules(run: RunConfig, nothing: Way, room: float) -> Way | None:
@@ -140,7 +166,7 @@ def _modules(run: RunConfig, nothing: Way, room: float) -> Way | None:
         module: way(run, "selective", modules=(module,)).cost - nothing.cost
         for module in recomputable(run)
     }
-    sets = sorted(_sets(run), key=lambda some: sum(each[module] for module in some))
+    sets = sorted(module_sets(run), key=lambda some: sum(each[module] for module in some))
     return _first((way(run, "selective", modules=some) for some in sets), room)
 
 
@@ -151,7 +177,7 @@ def _first(ways: Iterable[Way], room: float) -> Way | None:
 def _layers(run: RunConfig, room: float) -> Way | None:
     """Return the fewest layers of every stage that have to be recomputed whole."""
     low = 1
-    high = _most_layers(run)
+    high = most_layers(run)
     best: Way | None = None
     while low <= high:
         middle = (low + high) // 2
@@ -166,11 +192,12 @@ def _layers(run: RunConfig, room: float) -> Way | None:
 
 def _all_layers(run: RunConfig) -> Iterator[Way]:
     """Yield all layers, one by one and in groups, the larger of which keep fewer inputs."""
-    layers = _most_layers(run)
+    layers = most_layers(run)
     for size in (1, 2, 4, 8):
         if size == 1 or size <= layers // 2:
             yield way(run, "full", method="uniform", num_layers=size)
 
 
-def _most_layers(run: RunConfig) -> int:
+def most_layers(run: RunConfig) -> int:
+    """Return the layers of the (virtual) stage that has the most."""
     return max((len(stage.layers) for stage in stages(run)), default=0)

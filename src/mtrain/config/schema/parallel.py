@@ -38,7 +38,7 @@ class RecomputeConfig(Section):
         Key(effect=Effect.RUNTIME, unit="GiB"),
     ] = None
     """The memory of a rank within which recomputation and micro-batch are chosen where they are
-    open; null: that of the device, less 4% for errors of the plan.
+    open; null: that of the device. 4% of it stays free, for errors of the plan.
     """
     modules: Annotated[
         tuple[RecomputeModule, ...] | None,
