@@ -35,7 +35,9 @@ import plan_time_rows as published
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 ON = "data=mock data.seq_length=4096 trainer.global_batch_size=256 trainer.micro_batch_size=1"
 DENSE = f"model=llama3_70b parallel=tp4pp4 cluster=h100x64 {ON}"
-EXPERTS = f"model=qwen3_30b_a3b parallel=ep16 cluster=h100x16 {ON}"
+EXPERTS = (
+    f"model=qwen3_30b_a3b parallel=ep16 parallel.recompute.granularity=none cluster=h100x16 {ON}"
+)
 
 
 @cache

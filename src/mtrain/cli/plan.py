@@ -140,6 +140,7 @@ def page(loaded: Loaded, found: dict[str, Any]) -> str:
         "",
         *_memory(found["memory"]),
     ]
+    lines += _recomputation(found["memory"])
     lines += ["", *_time(found["time"], found["device_word"])]
     lines += ["", *(f"note: {note}" for note in found["notes"])] if found["notes"] else []
     return "\n".join([*(problem.render() for problem in loaded.warnings), *map(visible, lines)])
@@ -222,6 +223,30 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     names = {HEADS[part]: memory["how"][part] for part in parts}
     width = max(map(len, names))
     return [*lines, *(f"  {name.ljust(width)}  {how}" for name, how in names.items())]
+
+
+def _recomputation(memory: dict[str, Any]) -> list[str]:
+    """Return what each way to recompute frees and costs, after an empty line; nothing where the
+    time of a step is not known.
+    """
+    ways = memory["recompute"]
+    if len(ways) < 2:
+        return []
+    rows = [["recomputed", "peak", "frees", "step", "adds", "of which a GiB costs", ""]]
+    for row in ways:
+        adds = row["adds_s"] / ways[0]["step_s"]
+        rows.append(
+            [
+                row["recomputed"],
+                bytes_(row["peak"]),
+                bytes_(row["frees"]) if row["frees"] else "-",
+                duration(row["step_s"]),
+                f"{adds:.1%}" if row["frees"] else "-",
+                duration(row["s_per_gib"]) if row["frees"] else "-",
+                "this run" if row["chosen"] else "",
+            ]
+        )
+    return ["", "recomputation, by the memory that it frees", *table(rows, left=1, ragged=(6,))]
 
 
 def _runs(numbers: Sequence[int]) -> str:

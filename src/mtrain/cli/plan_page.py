@@ -58,6 +58,7 @@ def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timel
     body += _memory(found)
     if line is not None:
         body += [*_over_time(found, stages, line), *_schedule(line)]
+    body += _recomputation(found["memory"]["recompute"])
     body += [*_time(found), *_grid(stages), *_parameters(found)]
     if found["notes"]:
         body.append("<h2>What this assumes</h2>")
@@ -331,6 +332,25 @@ def _time(found: Mapping[str, Any]) -> list[str]:
         svg.markup(),
         table_of(rows, prose=3),
     ]
+
+
+def _recomputation(ways: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table of what each way to recompute frees and costs, where the time is known."""
+    if len(ways) < 2:
+        return []
+    head = ("recomputed", "peak", "frees", "step", "adds", "of which a GiB costs")
+    rows = [
+        (
+            row["recomputed"] + ", as this run does" * row["chosen"],
+            bytes_(row["peak"]),
+            bytes_(row["frees"]),
+            duration(row["step_s"]),
+            share(row["adds_s"] / ways[0]["step_s"]),
+            duration(row["s_per_gib"]),
+        )
+        for row in ways
+    ]
+    return ["<h2>Recomputation, by the memory that it frees</h2>", table_of(rows, head)]
 
 
 def _grid(stages: Sequence[StageMemory]) -> list[str]:

@@ -103,7 +103,7 @@ def _layout(small: RunConfig) -> str:
         "distributed optimizer": p.distributed_optimizer,
         f"fsdp {p.fsdp}": p.fsdp != "none",
         f"{p.hsdp_replicas} replicas": p.hsdp_replicas > 1,
-        f"{p.recompute.granularity} recomputation": p.recompute.granularity != "none",
+        f"{p.recompute.granularity} recomputation": p.recompute.granularity not in (None, "none"),
         "packed": small.data.packed,
     }
     words = [word for word, there in more.items() if there]

@@ -205,11 +205,21 @@ def settled(
     composed: Composed, machine: Machine, world_size: int | None
 ) -> tuple[Composed, dict[str, str]]:
     """Choose the layout if the user set none, as `tune` does on GPUs and tensor parallel 2 on a
-    CPU; return it with the reasons.
+    CPU, and what makes a step fit the device; return it with the reasons.
 
     Raises:
         ConfigError: there is no such layout.
     """
+    from mtrain.plan.fitted import fitted
+
+    composed, why = _with_layout(composed, machine, world_size)
+    raw, more = fitted(composed.run, machine, world_size)
+    return replace(composed, run=raw), why | more
+
+
+def _with_layout(
+    composed: Composed, machine: Machine, world_size: int | None
+) -> tuple[Composed, dict[str, str]]:
     composed, why = _with_cpu_layout(composed, machine, world_size)
     if composed.run.parallel.auto is False:
         return composed, why

@@ -16,7 +16,8 @@ from mtrain.units import bytes_
 
 # A rule plans the memory in passing, so not for more weights of a rank or turns of a schedule.
 MOST_TENSORS = 20_000
-
+# Share of a device that stays free, for errors of the planned memory and for the driver.
+SPARE = 0.04
 
 MODULES = "parallel.recompute.modules"
 # Dotted key -> value.
@@ -48,7 +49,7 @@ def over(run: RunConfig, holds: int) -> Over | None:
 
 def _worst(run: RunConfig) -> Over | None:
     """Return the stage with the highest peak; None: unknown."""
-    if not _is_small(run):
+    if not is_small(run):
         return None
     try:
         worst = worst_stage(run)
@@ -58,7 +59,8 @@ def _worst(run: RunConfig) -> Over | None:
     return Over(worst.stage, worst.peak, worst.parts)
 
 
-def _is_small(run: RunConfig) -> bool:
+def is_small(run: RunConfig) -> bool:
+    """Return whether the memory of a run is planned in a moment."""
     m = run.model
     p = run.parallel
     experts = 0 if m.moe is None else 2 * m.moe.num_experts // p.ep
@@ -118,7 +120,7 @@ def _recomputed(run: RunConfig) -> Iterator[Change]:
     """Yield the cheap parts to recompute, then whole layers."""
     again = run.parallel.recompute
     m = run.model
-    if again.granularity == "none":
+    if again.granularity in (None, "none"):
         modules = [
             "layernorm",
             *["moe_act"] * (m.moe is not None),

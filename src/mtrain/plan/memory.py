@@ -250,10 +250,15 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
 
 def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
     """Return a warning if the plan of a step does not fit a device."""
-    memory = run.cluster.device_memory_gib
+    limits = {
+        f"{run.cluster.name} has": run.cluster.device_memory_gib,
+        "parallel.recompute.budget_gib is": run.parallel.recompute.budget_gib,
+    }
+    known = {word: limit for word, limit in limits.items() if limit is not None}
     ranks = run.parallel.ranks
-    if memory is None:
+    if not known:
         return []
+    limit, memory = min(known.items(), key=lambda one: one[1])
     # moments in host memory are not on a device
     state = 0 if run.optim.cpu_offload else state_bytes(run) / ranks
     found = over(run, int(memory * GIB))
@@ -266,7 +271,7 @@ def _state_of_a_device(run: RunConfig, origins: Mapping[str, str]) -> list[Probl
             f"a step needs {bytes_(found.needed)} on a device of pipeline stage {found.stage}:"
             f" {found.largest()}"
         )
-    rule = f"{what}; {run.cluster.name} has {bytes_(memory * GIB)}"
+    rule = f"{what}; {limit} {bytes_(memory * GIB)}"
     fix = cheapest(run, int(memory * GIB)) or "a cluster of more devices, or a larger tp, pp or ep"
     sharded_by = [f"parallel.{key}" for key in ("ranks", "tp", "pp", "distributed_optimizer")]
     related = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -23,9 +24,12 @@ from mtrain.plan.count import (
     frozen_parameters,
     parameters,
 )
+from mtrain.plan.fits import is_small
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
+from mtrain.plan.recompute import Way, frontier
 from mtrain.plan.states import state_bytes_of
 from mtrain.plan.time.report import time_report
+from mtrain.plan.time.step import unknown
 from mtrain.plan.weights import factor_bytes, update_of
 from mtrain.units import GIB, devices
 
@@ -67,12 +71,40 @@ def report(run: RunConfig) -> dict[str, Any]:
             "device": holds,
             "headroom": None if holds is None else holds - worst.peak,
             "how": HOW,
+            "recompute": recomputation(run),
         },
         "time": time_report(run, size),
         "checkpoint": {"bytes": size},
         "notes": notes(run),
     }
     return found
+
+
+def recomputation(run: RunConfig) -> list[dict[str, Any]]:
+    """Return the ways to recompute with the bytes that each frees of the peak and the seconds that
+    it adds to a step, and what the last of these bytes cost; empty where the time is not known.
+    """
+    if unknown(run) or family_of(run.model).stage is None or not is_small(run):
+        return []
+    first, *others = frontier(run)
+    rows = [_way(first, first, first)]
+    for before, one in pairwise([first, *others]):
+        rows.append(_way(one, first, before))
+    own = Way(run).words
+    return [row | {"chosen": row["recomputed"] == own} for row in rows]
+
+
+def _way(one: Way, first: Way, before: Way) -> dict[str, Any]:
+    freed = before.peak - one.peak
+    return {
+        "recomputed": one.words,
+        "overrides": one.overrides,
+        "peak": one.peak,
+        "step_s": one.cost,
+        "frees": first.peak - one.peak,
+        "adds_s": one.cost - first.cost,
+        "s_per_gib": (one.cost - before.cost) / (freed / GIB) if freed else 0.0,
+    }
 
 
 def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:

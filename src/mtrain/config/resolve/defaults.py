@@ -6,7 +6,7 @@ Every function reads only the configuration, and replaces no value that is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
 from pathlib import PurePath
@@ -316,16 +316,23 @@ def micro_batch(run: RunConfig) -> Derived:
     """
     p = run.parallel
     sizes = [n for n in (8, 4, 2, 1) if n == 1 or on_a_cpu(run) or n * run.data.length <= LONGEST]
+    size = filling(run, sizes)[0]
+    why = f"{run.trainer.batch} samples on dp {p.dp}, pp {p.pp}"
+    return size, why if on_a_cpu(run) else f"{why}, of {run.data.length} tokens"
+
+
+def filling(run: RunConfig, sizes: Sequence[int]) -> list[int]:
+    """Return those of falling `sizes` of a micro-batch that split every step evenly and fill the
+    pipeline; if there are none, the smallest of them that splits evenly, or the last.
+    """
+    p = run.parallel
     # the samples of a data-parallel rank in each size of step
     shares = [size // p.dp for _, size in stages(run)]
     even = [size for size in sizes if all(share and share % size == 0 for share in shares)]
     if p.vpp > 1:
         even = [size for size in even if all(share // size % p.pp == 0 for share in shares)] or even
     # Fewer micro-batches than stages leave a part of the pipeline idle in every step.
-    filling = [size for size in even if min(shares) // size >= p.pp]
-    size = filling[0] if filling else (even or [1])[-1]
-    why = f"{run.trainer.batch} samples on dp {p.dp}, pp {p.pp}"
-    return size, why if on_a_cpu(run) else f"{why}, of {run.data.length} tokens"
+    return [size for size in even if min(shares) // size >= p.pp] or (even or [sizes[-1]])[-1:]
 
 
 def train_iters(run: RunConfig) -> Derived:

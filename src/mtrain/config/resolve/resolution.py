@@ -158,6 +158,7 @@ def resolve(
         lambda r: _described(r, machine),
         lambda r: _ranks(r, machine, world_size),
         *(partial(_default, key, step) for key, step in STEPS.items()),
+        _recompute,
         *(partial(_kernel, op, machine) for op in OPERATIONS),
         *(partial(_conditional, key) for key in CONDITIONAL),
     )
@@ -291,6 +292,15 @@ def _ranks(run: RunConfig, machine: Machine, world_size: int | None) -> Filled:
 def _default(key: str, derive: Step, run: RunConfig) -> Filled:
     derived = derive(run) if inside(run, key) is None else None
     return {} if derived is None else {key: derived}
+
+
+def _recompute(run: RunConfig) -> Filled:
+    """Recompute nothing where the choice is open and was not made by the plan, which is above."""
+    if run.parallel.recompute.granularity not in (None, AUTO):
+        return {}
+    memory = run.cluster.device_memory_gib
+    known = f"device_memory_gib {memory:g}" if memory else "no device_memory_gib"
+    return {"parallel.recompute.granularity": ("none", f"cluster {run.cluster.name}: {known}")}
 
 
 def _kernel(op: Operation, machine: Machine, run: RunConfig) -> Filled:

@@ -19,6 +19,7 @@ from mtrain.config.rules.finding import (
 from mtrain.config.rules.pipeline import SPLIT
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.rules.unused import UNUSED
+from mtrain.config.schema.parallel import RecomputeModule
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.hybrid.config import MAMBA, MLP, SOFTMAX
 from mtrain.units import number_of
@@ -245,6 +246,27 @@ def replica_divisibility(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT167", key, f"{detail}; possible: {listed(legal)}", fixes)
 
 
+def recomputable(run: RunConfig) -> list[RecomputeModule]:
+    """Return the modules of a model's layers that can be recomputed by themselves."""
+    m = run.model
+    kinds = m.hybrid.pattern if m.hybrid is not None else ""
+    # A hybrid lists its layers; others have dense MLPs unless every layer has experts.
+    dense = MLP in kinds if kinds else m.moe is None or m.moe.first_dense_layers > 0
+    shared = bool(m.moe and m.moe.shared_expert_intermediate_size)
+    there: dict[RecomputeModule, bool] = {
+        "core_attn": bool(set(SOFTMAX) & set(kinds)) if kinds else True,
+        # A mixer keeps the output of its norm.
+        "layernorm": kinds.strip(MAMBA) != "" if kinds else True,
+        "mlp": dense,
+        "mla_up_proj": m.mla is not None,
+        "moe": m.moe is not None,
+        "moe_act": m.moe is not None,
+        # Overlapped shared experts run on a stream of their own, outside of a recomputed region.
+        "shared_experts": shared and not (m.moe and m.moe.shared_expert_overlap),
+    }
+    return [name for name, exists in there.items() if exists]
+
+
 @rule(
     Code("MT168", example=f"{GRANULARITY}=selective {MODULES}=[moe]"),
     reads=(
@@ -256,25 +278,12 @@ def replica_divisibility(run: RunConfig) -> Iterator[Finding]:
 def recomputed_modules(run: RunConfig) -> Iterator[Finding]:
     """Cannot recompute these modules."""
     r = run.parallel.recompute
-    m = run.model
     if r.granularity != "selective" or r.modules is None:
         return
-    kinds = m.hybrid.pattern if m.hybrid is not None else ""
-    # A hybrid lists its layers; others have dense MLPs unless every layer has experts.
-    dense = MLP in kinds if kinds else m.moe is None or m.moe.first_dense_layers > 0
-    shared = bool(m.moe and m.moe.shared_expert_intermediate_size)
-    there = {
-        "core_attn": bool(set(SOFTMAX) & set(kinds)) if kinds else True,
-        # A mixer keeps the output of its norm.
-        "layernorm": kinds.strip(MAMBA) != "" if kinds else True,
-        "mlp": dense,
-        "mla_up_proj": m.mla is not None,
-        "moe": m.moe is not None,
-        "moe_act": m.moe is not None,
-        "shared_experts": shared and not (m.moe and m.moe.shared_expert_overlap),
-    }
-    usable = list(dict.fromkeys(name for name in r.modules if there[name]))
-    wrong = [name for name in r.modules if not there[name]]
+    there = recomputable(run)
+    usable = list(dict.fromkeys(name for name in r.modules if name in there))
+    wrong = [name for name in r.modules if name not in there]
+    shared = bool(run.model.moe and run.model.moe.shared_expert_intermediate_size)
     fixes = [{MODULES: usable}, NO_RECOMPUTE] if usable else [NO_RECOMPUTE]
     if not r.modules:
         yield Finding("MT168", MODULES, "the list is empty", fixes, unset=True)

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.schema.activation_offload import ActivationOffloadConfig
-from mtrain.config.schema.base import Degree, Effect, Flag, Key, PositiveInt, Section
+from mtrain.config.schema.base import (
+    Degree,
+    Effect,
+    Flag,
+    Key,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 RecomputeModule = Literal[
     "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
@@ -19,9 +27,18 @@ class RecomputeConfig(Section):
     number.
     """
 
-    granularity: Literal["none", "selective", "full"] = "none"
+    granularity: Literal["none", "selective", "full", "auto"] | None = None
     """selective: the named modules of every layer; full: whole layers, of which only the inputs are
-    kept.
+    kept; auto: none where a step fits the device or `budget_gib` by the plan, else the modules or
+    layers that cost the least time of those with which it fits. null: auto where the memory of the
+    device or a budget is known, else none. A resolved run holds the choice.
+    """
+    budget_gib: Annotated[
+        PositiveFloat | None,
+        Key(effect=Effect.RUNTIME, unit="GiB"),
+    ] = None
+    """The memory of a rank within which recomputation and micro-batch are chosen where they are
+    open; null: that of the device. 4% of it stays free, for errors of the plan.
     """
     modules: Annotated[
         tuple[RecomputeModule, ...] | None,
@@ -277,6 +294,7 @@ class ParallelConfig(UnresolvedParallel):
     distributed_optimizer: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    recompute: RecomputeConfig = Field(default_factory=lambda: RecomputeConfig(granularity="none"))
 
     @property
     def dp(self) -> int:

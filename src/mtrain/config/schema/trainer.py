@@ -66,9 +66,10 @@ class UnresolvedTrainer(Section):
         PositiveInt | None,
         Key(effect=Effect.PARALLELISM, aka="per_device_train_batch_size", unit="samples"),
     ] = None
-    """Samples per forward and backward on one rank; null: the largest of 8, 4, 2, 1 that splits the
-    batch evenly, leaves a micro-batch for every pipeline stage and, on GPUs, has at most 8192
-    tokens.
+    """Samples per forward and backward on one rank; null: the largest power of two that splits the
+    batch evenly, leaves a micro-batch for every pipeline stage and fits the memory of the device by
+    the plan. In a pipeline, whose bubble it widens, and where that memory is not known, it has at
+    most 8192 tokens on GPUs and 8 samples; else at most 65536 tokens.
     """
     eval_interval: Annotated[
         NonNegativeInt | None,

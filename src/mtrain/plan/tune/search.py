@@ -16,6 +16,7 @@ from typing import Any
 from mtrain.config.messages.problem import value_at
 from mtrain.config.rules import findings
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
+from mtrain.plan.fits import SPARE
 from mtrain.plan.rank import StageMemory, worst_stage
 from mtrain.plan.time import StepTime, step_time
 from mtrain.plan.tune.costs import Costs, Flow
@@ -28,8 +29,6 @@ FAR = 1.5
 # Layouts of one family cut the model alike. They differ in micro-batch, virtual stages,
 # recomputation and sharding of the state, mostly by less than the error of the planned time.
 FAMILY = ("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep")
-# Share of a device that stays free, for errors of the planned memory and for the driver.
-SPARE = 0.04
 # The full plan of a layout may be so far below the sum of its parts, which bounds it.
 SLACK = 0.995
 STATE = tuple(AXES).index("state")
