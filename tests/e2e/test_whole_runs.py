@@ -76,9 +76,14 @@ def test_whole_run_leaves_documented_files(trained: Path) -> None:
     ):
         assert steps[0][key] >= 0
     assert steps[-1]["samples"] == 12 * 8
-    assert {"run.yaml", "plan.json", "env.json", "memory.json", "tokenizer.json"} <= {
-        p.name for p in trained.iterdir()
-    }
+    assert {
+        "run.yaml",
+        "plan.json",
+        "env.json",
+        "startup.json",
+        "memory.json",
+        "tokenizer.json",
+    } <= {p.name for p in trained.iterdir()}
 
 
 def test_whole_run_generates_in_another_layout_without_corpus(

@@ -62,6 +62,8 @@ def run(words: list[str], *, as_json: bool = False) -> int:
             "seconds": written.seconds,
             "tokens_per_s": written.tokens_per_s,
             "no_cache": written.no_cache or None,
+            "no_graph": written.no_graph or None,
+            "steady_tokens_per_s": written.steady_tokens_per_s,
         }
         say_json(facts)
         return 0
@@ -70,6 +72,8 @@ def run(words: list[str], *, as_json: bool = False) -> int:
         say_page(head + ("" if is_chat else one.prompt) + one.text)
     if written.no_cache:
         say_page(f"note: keys and values are recomputed: {written.no_cache}", error=True)
+    if written.no_graph:
+        say_page(f"note: steps are not captured: {written.no_graph}", error=True)
     speed = f"{written.seconds:.2f} s, {written.tokens_per_s:.1f} tokens/s"
     say_page(f"{written.tokens} tokens in {speed}", error=True)
     return 0

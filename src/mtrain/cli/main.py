@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from mtrain import startup
 from mtrain.config.compose.paths import config_dirs
 from mtrain.errors import (
     STANDARD_OUTPUT,
@@ -27,6 +28,8 @@ COMPLETE = "__complete"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command of `argv`, by default that of this process; return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        startup.begin()
     _open_closed_streams()
     # pydantic would ask every installed package for plug-ins: time, and code that nobody chose
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -61,6 +64,7 @@ def run(arguments: list[str]) -> int:
         return printed.exit_code
     from mtrain.launching.signals import stoppable
 
+    startup.mark(startup.COMMAND)
     with config_dirs(folders), stoppable():
         return call.run()
 

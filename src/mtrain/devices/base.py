@@ -82,6 +82,10 @@ class Device:
     """Allocates so many bytes (uint8) of host memory, with which copies overlap other work."""
     driver_bytes: Callable[[], int | None] = lambda: None
     """Returns the bytes in use on the current device, by all processes; None if unknown."""
+    captured: Callable[[Callable[[], None]], Callable[[], None]] | None = None
+    """Records the work that a function issues to the device, which must not wait for it and must
+    have done the same before; returns a function that issues all of it at once. None: unknown here.
+    """
     set_sync_debug: Callable[[str], None] = lambda mode: None
     """Sets the reaction to each wait of the host for the device: `default` (nothing), `warn` or
     `error`.

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mtrain.devices.base import Device
@@ -37,6 +39,14 @@ def _driver_bytes() -> int:
     return total - free
 
 
+def _captured(work: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    # Only calls of this thread may disturb the capture: a watchdog may ask the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    return graph.replay
+
+
 CUDA = Device(
     name="cuda",
     torch_type="cuda",
@@ -54,5 +64,6 @@ CUDA = Device(
     rng_state=torch.cuda.get_rng_state,
     set_rng_state=torch.cuda.set_rng_state,
     driver_bytes=_driver_bytes,
+    captured=_captured,
     set_sync_debug=torch.cuda.set_sync_debug_mode,
 )

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mtrain import startup
 from mtrain.ckpt.folder import folder_name, is_checkpoint
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.machine.devices import CPU
@@ -49,6 +50,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         ConfigError, BadEnvironment, CorruptData: before any rank is started.
         MtrainError: the error of the first failing rank.
     """
+    startup.mark(startup.COMPOSITION)
     launch = launchers.identity(os.environ)
     chosen = folder.plan(run, launch=launchers.restarted(os.environ))
     say(run, "starting: data, torch, megatron-core")
@@ -59,7 +61,9 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     except BaseException:
         prepared.end()
         raise
+    startup.mark(startup.LIBRARIES)
     prepared.result()
+    startup.mark(startup.DATA)
     run = _with_products(run, chosen.checkpoint)
     with folder.opened(run, chosen, argv, launch=launch) as owned:
         for note in owned.notes:
@@ -71,6 +75,7 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
             ChildProcess("import", run, source=str(owned.weights), home=str(owned.folder)).result()
             owned = replace(owned, weights=owned.folder / CHECKPOINTS / folder_name(0))
         job = jobs.train_job(run, owned.checkpoint, owned.weights)
+        startup.mark(startup.FOLDER)
         run_ranks(
             folder.anchored(run), owned.folder, job, environment_of(run, owned.folder), ADVICE
         )

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mtrain import strict_json
+from mtrain import startup, strict_json
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.paths import RUN_FILE
 from mtrain.config.machine.devices import facts_of
@@ -81,14 +81,16 @@ def run_ranks(
         gc.freeze()  # a collection in a forked rank would copy every page that it visits
 
         def start(rank: int) -> int:
-            place = placed(rank, ranks, HOST, port)
+            begun = {startup.VARIABLE: startup.current().passed_on()}
+            own = {**environment, **placed(rank, ranks, HOST, port), **begun}
             if forks:
-                return _fork(run, home, job, rank, {**environment, **place}, listener)
-            return _execute(home, rank, {**environment, **place}, listener)
+                return _fork(run, home, job, rank, own, listener)
+            return _execute(home, rank, own, listener)
 
         try:
             supervisor.start(start, ranks)
         finally:
+            startup.forget()
             if not frozen:  # a caller that froze earlier unfreezes itself
                 gc.unfreeze()
     supervisor.wait()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from mtrain import startup
 from mtrain.ckpt.folder import is_checkpoint
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE, program
@@ -110,9 +111,11 @@ def train(run: RunConfig, argv: list[str]) -> int:
     from mtrain.world.join import working
 
     if is_first_here():
+        startup.mark(startup.LIBRARIES)
         # A corpus is tokenized once per machine, while the others wait for this rank.
         with working():
             prepare(run, None)
+        startup.mark(startup.DATA)
     with ExitStack() as stack:
 
         def locate(world: World) -> Paths:

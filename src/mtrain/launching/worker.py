@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mtrain import strict_json
+from mtrain import startup, strict_json
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import (
     BadEnvironment,
@@ -39,6 +39,7 @@ def enter(run: RunConfig, end: End) -> None:
     Raises:
         BadEnvironment: a variable that the user set would change the run.
     """
+    startup.mark(startup.PROCESS if startup.continued() else startup.COMPOSITION)
     ready_environment(run)
     # before the first connection: a rank of a large world needs one for each peer
     raise_files(RankEnv.here().size)

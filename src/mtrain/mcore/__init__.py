@@ -99,7 +99,10 @@ def import_core(device: Device) -> None:
     _require_version()
     if device.adapts_megatron:
         _adapt(device)
-    importlib.import_module("megatron.core")
+    # `megatron.core` gives the decorator its name; modules that are imported later use that.
+    fusers = importlib.import_module("mtrain.mcore.adapter.fusers")
+    with fusers.compiled_when_called(ever=not device.adapts_megatron):
+        importlib.import_module("megatron.core")
     installed.device = device
     installed.imported = True
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mtrain import units
+from mtrain import startup, units
 from mtrain.assembly.kernel_variants import use_measured
 from mtrain.assembly.model import build_model
 from mtrain.ckpt import state as ckpt_state
@@ -32,6 +32,7 @@ from mtrain.train.hooks.planned import Planned
 from mtrain.train.hooks.profile import Profile
 from mtrain.train.hooks.progress import Progress
 from mtrain.train.hooks.sample import RanksApart, Sample, end_after_run
+from mtrain.train.hooks.startup import Startup
 from mtrain.train.hooks.tokenizer import KeepTokenizer
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import StopRequest
@@ -68,11 +69,13 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     Raises:
         MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
     """
+    startup.mark(startup.LIBRARIES)
     stop = StopRequest()
     stop.listen(run.trainer.stop_signals)
     try:
         with joined(run) as world:
             paths = locate(world)
+            startup.mark(startup.JOINING)
             if paths.cpu_matmul is not None:
                 kernels = run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})
                 run = run.model_copy(update={"kernels": kernels})
@@ -82,6 +85,7 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
             with watching(run, world, errors, end):
                 context = assemble(run, world, splits)
                 context.stop = stop
+                startup.mark(startup.BUILDING)
                 progress = Progress(run, speaks=world.is_rank0)
                 _begin(context, splits, paths, progress)
                 trainer = Trainer(context, run_hooks(run, splits, paths, progress))
@@ -108,6 +112,7 @@ def run_hooks(run: RunConfig, splits: Splits, paths: Paths, progress: Progress) 
         checkpoints,
         Evaluation(metrics, progress, splits.unigram_entropy_nats),
         Memory(folder),
+        Startup(folder, progress),
         Planned(folder, progress),
         Sample(splits, checkpoints, paths.checkpoint, progress),
         *optional.enabled(run, folder),

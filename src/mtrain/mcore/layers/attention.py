@@ -99,6 +99,11 @@ class CoreAttention(MegatronModule):
         self._window = tuple(config.window_size) if windowed else None
         self._make_sink()
 
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """Return how many keys a query sees to the left and right; None: all."""
+        return self._window
+
     def _make_sink(self) -> None:
         kind = self.config.softmax_type
         heads = self.config.num_attention_heads
@@ -147,6 +152,9 @@ class CoreAttention(MegatronModule):
             return out.squeeze(1) if packed else out
         # There are more keys than queries after a cache; then a mask gives the positions.
         square = query.shape[0] == key.shape[0]
+        if hidden is not None and not square:
+            # Such a mask is that of a cache, and says all that is hidden.
+            return self._attend(query, key, value, ~hidden, False)
         if self.impl not in ("reference", ON_CPU) and square and hidden is None:
             longest = None if packed_seq_params is None else packed_seq_params.max_seqlen_q
             limits = {"window": self._window, "cu_seqlens": cu_seqlens}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
 from megatron.core.transformer import attention
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from mtrain_kernels.rope.packed import rotate_packed
 from torch import Tensor
 
 from mtrain.mcore.adapter.op_overrides import tables
 from mtrain.mcore.layers import direct
+from mtrain.mcore.layers.attention import CoreAttention
 
 
 class Cache(StaticInferenceContext):
@@ -24,12 +29,18 @@ class Cache(StaticInferenceContext):
     head size], MLA those that it makes of the compressed ones. A layer of linear attention or of
     Mamba-2 keeps a state in `states`, by its number and the tokens that were read. `last_only`:
     what is read has no padding, and the logits are those of the last token only.
+
+    Inside `decoding`, the device holds the place of the token that is read, so that a step issues
+    the same work for each token.
     """
 
     def __init__(self, rows: int, length: int, *, last_only: bool) -> None:
         super().__init__(max_batch_size=rows, max_sequence_length=length)
         self.materialize_only_last_token_logits = last_only
         self.states: dict[tuple[int, int], Any] = {}
+        self.place: Tensor | None = None
+        self._span = 0
+        self._hidden: dict[Any, Tensor] = {}
 
     @property
     def read(self) -> int:
@@ -41,6 +52,46 @@ class Cache(StaticInferenceContext):
         written over.
         """
         self.increment_sequence_len_offset(tokens)
+
+    def forget(self) -> None:
+        """Begin again at the first token, in the same memory."""
+        self.reset()
+        self.states.clear()
+
+    @contextmanager
+    def decoding(self, place: Tensor, span: int) -> Iterator[None]:
+        """Read one token of each sequence at a time, at `place` [1] of the device, which the caller
+        moves on; `span` tokens of the cache are attended to, those behind the place hidden.
+        """
+        self.place = place
+        self._span = span
+        try:
+            yield
+        finally:
+            self.place = None
+
+    def begin_step(self) -> None:
+        """Make the masks of the next token anew."""
+        self._hidden.clear()
+
+    def hidden(self, window: tuple[int, int] | None) -> Tensor:
+        """Return the keys that the token at `place` does not see, boolean [1, 1, 1, span]."""
+        assert self.place is not None
+        if window not in self._hidden:
+            ahead = torch.arange(self._span, device=self.place.device) - self.place
+            hidden = ahead > 0
+            if window is not None and window[0] >= 0:
+                hidden |= ahead < -window[0]
+            self._hidden[window] = hidden.view(1, 1, 1, -1)
+        return self._hidden[window]
+
+    def decoded(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's key and value [1, b, g, d] at `place`; return those of the span."""
+        assert self.place is not None
+        keys, values = self.key_value_memory_dict[layer]
+        keys.index_copy_(0, self.place, key)
+        values.index_copy_(0, self.place, value)
+        return keys[: self._span], values[: self._span]
 
 
 class State:
@@ -84,6 +135,9 @@ class CachedSelfAttention(SelfAttention):
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **given: Any) -> Any:
         """Return as megatron-core's."""
+        context = given.get("inference_context")
+        if context is not None and getattr(context, "place", None) is not None:
+            given["attention_mask"] = context.hidden(self.core_attention.window)
         skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         elsewhere = (
             given.get("inference_context") is not None or given.get("packed_seq_params") is not None
@@ -129,6 +183,11 @@ class CachedSelfAttention(SelfAttention):
             **norms,
         )
 
+    def _allocate_memory(self, *args: Any, **given: Any) -> Tensor:
+        # A hidden value has the weight 0, and 0 times what memory may hold is not always 0.
+        memory: Tensor = super()._allocate_memory(*args, **given)
+        return memory.zero_()
+
     def _adjust_key_value_for_inference(
         self,
         context: Any,
@@ -139,6 +198,8 @@ class CachedSelfAttention(SelfAttention):
         *others: Any,
         **named: Any,
     ) -> Any:
+        if context is not None and getattr(context, "place", None) is not None:
+            return self._decoded(context, query, key, value, rotary)
         if context is not None and rotary is not None:
             at = slice(context.sequence_len_offset, context.sequence_len_offset + key.shape[0])
             # Looked up at the call, as in `forward`.
@@ -154,6 +215,39 @@ class CachedSelfAttention(SelfAttention):
         return super()._adjust_key_value_for_inference(
             context, query, key, value, rotary, *others, **named
         )
+
+    def _decoded(
+        self, context: Cache, query: Tensor, key: Tensor, value: Tensor, rotary: Any
+    ) -> Any:
+        """Return the same for the token at the context's place, without a number of the host."""
+        if rotary is not None:
+            scale = attention._yarn_get_concentration_factor_from_config(self.config)
+            query, key = (
+                apply_rotary_pos_emb(
+                    x,
+                    angles.index_select(0, context.place),
+                    self.config,
+                    mscale=scale,
+                    cp_group=self.pg_collection.cp,
+                )
+                for x, angles in zip((query, key), rotary, strict=True)
+            )
+        key, value = context.decoded(self.layer_number, key, value)
+        return query, key, value, None, AttnMaskType.arbitrary, None
+
+
+def decoding_obstacle(chunk: Any) -> str:
+    """Return why a chunk cannot read tokens at a place that only the device knows; empty: it
+    can.
+    """
+    if chunk.config.num_moe_experts:
+        return "the host reads how many tokens each expert takes"
+    for layer in chunk.modules():
+        if isinstance(layer, Attention) and not isinstance(layer, CachedSelfAttention):
+            return f"{type(layer).__name__} reads the place of a token from the host"
+        if isinstance(layer, Attention) and not isinstance(layer.core_attention, CoreAttention):
+            return f"{type(layer.core_attention).__name__} takes no mask of a cache"
+    return ""
 
 
 def _tables_of_all(angles: Tensor, config: Any, scale: float) -> tuple[Tensor, Tensor]:

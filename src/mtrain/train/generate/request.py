@@ -76,6 +76,12 @@ class Texts:
     seconds: float
     no_cache: str = ""
     """Why keys and values were recomputed for every token; empty: they were cached."""
+    no_graph: str = ""
+    """Why the steps of single tokens were not captured, on a device that captures; else empty."""
+    steady_tokens_per_s: float | None = None
+    """The speed of single tokens over all prompts once everything is compiled and captured; None:
+    there were too few, or the host took part in each.
+    """
 
     @property
     def tokens(self) -> int:

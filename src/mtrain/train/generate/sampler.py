@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +18,19 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
 from mtrain.mcore.layers.padding import padding_is
+from mtrain.train.generate.decoder import BLOCK, Decoder
 from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
-from mtrain.train.generate.sampling import draw
+from mtrain.train.generate.sampling import draw, noise_of
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.heartbeat import waiting as waiting_for_others
 from mtrain.world.init import World
+
+MOST_DECODERS = 4
+"""Decoders that are kept, each with a cache."""
+CAPACITY = 256
+"""Tokens by which caches of decoders differ in capacity, so that prompts of other lengths share
+captured steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,12 @@ class Sampler:
     chunks: list[Any]
     cache: bool = True
     """Cache keys and values of tokens that were read, unless `obstacle_to` has a reason."""
+    captures: bool = False
+    """Capture the steps of single tokens, where the device can."""
+    blocks: bool = True
+    """Draw several tokens between two reads of the host, unless `block_obstacle` has a reason."""
+    decoders: dict[tuple[int, int, Sampling], Decoder] = field(default_factory=dict, repr=False)
+    """Decoders by rows, capacity of the cache and sampling: a capture serves many prompts."""
 
     @property
     def multiple(self) -> int:
@@ -98,6 +112,31 @@ class Sampler:
             )
         return mcore.cache_obstacle(self.chunks[0].config, self.run.kernels.attention)
 
+    def block_obstacle(self) -> str:
+        """Return why the host takes part in each token after a prompt; empty: it does not."""
+        if self.world.size > 1:
+            return "ranks agree on each token"
+        if self.multiple > 1:
+            return f"texts are padded to {self.multiple} tokens"
+        if self.run.model.linear_attention is not None or self.run.model.hybrid:
+            return "states of linear attention or Mamba-2 layers are new tensors for each token"
+        return mcore.decoding_obstacle(self.chunks[0])
+
+    def graph_obstacle(self) -> str:
+        """Return why single tokens are not captured, or were not; empty: they are, or this device
+        captures nothing.
+        """
+        if self.world.device.captured is None:
+            return ""
+        failed = (decoder.why_not for decoder in self.decoders.values() if decoder.why_not)
+        return self.block_obstacle() or next(failed, "")
+
+    def steady_tokens_per_s(self) -> float | None:
+        """Return the speed of single tokens without compilation and captures; None: unknown."""
+        tokens = sum(decoder.steady_tokens for decoder in self.decoders.values())
+        seconds = sum(decoder.steady_s for decoder in self.decoders.values())
+        return tokens / seconds if tokens else None
+
     @property
     def independent(self) -> bool:
         """Return whether a text is independent of other rows, which share capacity of experts."""
@@ -153,13 +192,19 @@ class Sampler:
         longest = max(len(text.ids) for text in texts) + sampling.tokens
         begin = -1
         cache = None
+        decoder = self._decoder(len(texts), longest, sampling)
         with evaluated(self.chunks):
             while going := [i for i, text in enumerate(texts) if not text.done]:
                 begin_phase("generation")
                 known = min(len(texts[i].ids) for i in going)
                 if begin != (start := self._start(known)):
                     begin = start
-                    cache = self._cache(len(texts), longest)
+                    cache = self._cache(len(texts), longest, decoder)
+                if decoder is not None and (count := self._block(texts, begin, known, decoder)):
+                    if stop():
+                        return None
+                    _add_block(texts, decoder, count)
+                    continue
                 logits = self._next_logits([text.part(begin, known) for text in texts], cache)
                 waiting = {i: texts[i] for i in going if len(texts[i].ids) == known}
                 if not self._add_next(waiting, logits, stop()):
@@ -172,11 +217,47 @@ class Sampler:
         half = max(1, self.context // 2)
         return max(0, -(-(known - self.context) // half)) * half
 
-    def _cache(self, rows: int, longest: int) -> Any:
+    def _cache(self, rows: int, longest: int, decoder: Decoder | None) -> Any:
+        if decoder is not None:
+            # Captured steps know the addresses of its memory.
+            decoder.cache.forget()
+            return decoder.cache
         if not self.cache or self.obstacle_to(longest):
             return None
-        length = min(self.context, longest) + self.multiple
-        return mcore.Cache(rows, length, last_only=self.multiple == 1)
+        return mcore.Cache(rows, self._capacity(longest), last_only=self.multiple == 1)
+
+    def _capacity(self, longest: int) -> int:
+        return min(self.context, longest) + self.multiple
+
+    def _decoder(self, rows: int, longest: int, sampling: Sampling) -> Decoder | None:
+        """Return the decoder of texts of at most `longest` tokens; None: the host takes part."""
+        if not (self.blocks and self.cache) or self.obstacle_to(longest) or self.block_obstacle():
+            return None
+        rounded = -(-longest // CAPACITY) * CAPACITY
+        key = (rows, self._capacity(rounded), sampling)
+        if key not in self.decoders:
+            if len(self.decoders) == MOST_DECODERS:
+                del self.decoders[next(iter(self.decoders))]
+            self.decoders[key] = Decoder(
+                self.chunks[0],
+                mcore.Cache(rows, key[1], last_only=True),
+                sampling,
+                vocabulary=self.run.model.vocab_size,
+                positions=self.context,
+                device=self.world.device,
+                torch_device=self.world.torch_device,
+                captures=self.captures,
+            )
+        return self.decoders[key]
+
+    def _block(self, texts: list[_Text], begin: int, known: int, decoder: Decoder) -> int:
+        """Return how many tokens to draw in a block; 0: the prompts are not read yet."""
+        going = [text for text in texts if not text.done]
+        read = decoder.cache.read
+        if not read or read != known - begin - 1 or any(len(t.ids) != known for t in going):
+            return 0
+        most = min(BLOCK, max(text.remaining for text in going))
+        return next((n for n in range(1, most) if self._start(known + n) != begin), most)
 
     def _add_next(
         self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool
@@ -274,6 +355,22 @@ class Sampler:
         return outputs[0] if outputs else None
 
 
+def _add_block(texts: list[_Text], decoder: Decoder, count: int) -> None:
+    """Draw `count` tokens of each text, and add those up to its end."""
+    noise = None
+    if decoder.noise is not None:
+        noise = torch.ones((count, len(texts), decoder.vocabulary))
+        for row, text in enumerate(texts):
+            if not text.done:
+                for each in noise:
+                    each[row] = text.noise(decoder.vocabulary)
+    last = [text.ids[-1] for text in texts]
+    for ids in decoder.draw(last, count, noise):
+        for text, choice in zip(texts, ids, strict=True):
+            if not text.done:
+                text.add(choice, text.ending(choice))
+
+
 class _Text:
     """A prompt and the tokens added to it so far."""
 
@@ -304,10 +401,23 @@ class _Text:
         """Return the tokens after the prompt."""
         return self.ids[self._begin :]
 
+    @property
+    def remaining(self) -> int:
+        """Return how many tokens may follow."""
+        return self._last - len(self.ids)
+
     def draw(self, logits: torch.Tensor) -> tuple[int, int]:
         """Return the next token, and the number of the ending that it causes."""
         choice = draw(logits, self._sampling, self._generator)
-        return choice, ENDINGS.index(self._ending([*self.added, choice]))
+        return choice, ENDINGS.index(self.ending(choice))
+
+    def noise(self, vocabulary: int) -> torch.Tensor:
+        """Return the random numbers of the next token."""
+        return noise_of(vocabulary, self._generator)
+
+    def ending(self, choice: int) -> str:
+        """Return whether the text ends with its next token, by a word of `ENDINGS`."""
+        return self._ending([*self.added, choice])
 
     def add(self, choice: int, ended: str) -> None:
         """Add the token that was drawn."""

@@ -17,12 +17,32 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
+def chosen(logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Tensor:
+    """Return token ids [rows] from `logits` [rows, vocabulary], without the host.
+
+    With a temperature, `noise` has the shape of the logits and is drawn by `noise_of`. The ids are
+    those that `draw` returns with the same generators: an exponential race is how
+    `torch.multinomial` draws one number.
+    """
+    if noise is None:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(limited(logits / sampling.temperature, sampling), -1)
+    return (probabilities / noise).argmax(-1)
+
+
+def noise_of(vocabulary: int, generator: torch.Generator) -> Tensor:
+    """Return the random numbers [vocabulary] of the next token of one text."""
+    return torch.empty(vocabulary).exponential_(generator=generator)
+
+
 def limited(logits: Tensor, sampling: Sampling) -> Tensor:
-    """`logits` [vocabulary] with minus infinity where top_k, then top_p (arXiv:1904.09751), then
-    min_p (arXiv:2407.01082) leave a token out; the most likely one always stays.
+    """`logits` [..., vocabulary] with minus infinity where top_k, then top_p (arXiv:1904.09751),
+    then min_p (arXiv:2407.01082) leave a token out; the most likely one always stays.
     """
     if 0 < sampling.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+        logits = logits.masked_fill(
+            logits < logits.topk(sampling.top_k).values[..., -1:], -torch.inf
+        )
     if sampling.top_p < 1:
         ordered, order = logits.sort(descending=True)
         probabilities = ordered.softmax(-1)
@@ -30,11 +50,12 @@ def limited(logits: Tensor, sampling: Sampling) -> Tensor:
         before = probabilities.cumsum(-1) - probabilities
         left_out = before >= sampling.top_p
         # The most likely token may exceed top_p by itself.
-        left_out[0] = False
-        logits = logits.index_fill(0, order[left_out], -torch.inf)
+        left_out[..., 0] = False
+        places = torch.zeros_like(left_out).scatter(-1, order, left_out)
+        logits = logits.masked_fill(places, -torch.inf)
     if sampling.min_p > 0:
         probabilities = logits.softmax(-1)
         logits = logits.masked_fill(
-            probabilities < sampling.min_p * probabilities.max(), -torch.inf
+            probabilities < sampling.min_p * probabilities.amax(-1, keepdim=True), -torch.inf
         )
     return logits

@@ -27,7 +27,8 @@ def write(
         CorruptData: the checkpoint or the tokenizer is not as it was written.
     """
     with joined(run) as world:
-        sampler = Sampler(run, world, restored(run, world, checkpoint), cache=request.cache)
+        chunks = restored(run, world, checkpoint)
+        sampler = Sampler(run, world, chunks, cache=request.cache, captures=True)
         begin = time.perf_counter()
         known = Tokenizer(tokenizer)
         texts = [asdict(one) for one in continued(sampler, known, request)]
@@ -37,7 +38,13 @@ def write(
         if request.cache:
             why = sampler.obstacle_to(longest + request.sampling.tokens)
         if world.is_rank0:
-            facts = {"texts": texts, "seconds": seconds, "no_cache": why}
+            facts = {
+                "texts": texts,
+                "seconds": seconds,
+                "no_cache": why,
+                "no_graph": "" if why else sampler.graph_obstacle(),
+                "steady_tokens_per_s": sampler.steady_tokens_per_s(),
+            }
             output.write_text(strict_json.dumps(facts), encoding="utf-8")
 
 
