@@ -21,7 +21,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full
 from mtrain.plan.time import step_time
 from mtrain.plan.time.calibrate import Measured, Rates, fitted
-from mtrain.plan.time.efficiencies import shipped
+from mtrain.plan.time.efficiencies import own
 
 KNOWN = ClusterConfig(
     name="box",
@@ -264,7 +264,7 @@ def test_calibrate_kernels_give_gpu_rates(
     for cluster in (f"cluster={out}", "cluster=h100"):
         assert main(["plan", *words, cluster, "cluster.device_memory_gib=1000"]) == 0
         seconds.append(json.loads(capsys.readouterr().out)["time"]["parts_s"]["memory"])
-    assert seconds[0] / seconds[1] == pytest.approx(shipped().memory / reached["memory"], rel=1e-6)
+    assert seconds[0] / seconds[1] == pytest.approx(own().memory / reached["memory"], rel=1e-6)
 
 
 def test_calibrate_foreign_kernels_are_refused(
@@ -297,6 +297,25 @@ def test_calibrate_runs_give_gpu_speed(tmp_path: Path, capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)
     assert found["runs"][0]["error"] == pytest.approx(0, abs=0.01)
     assert found["cluster"]["reached"]["speed"] == pytest.approx(1 / 1.25, rel=0.05)
+
+
+def test_calibrate_runs_give_gpu_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two steps that wait for the host and two that do not."""
+    on = ["data=mock", "parallel=single", "cluster=h200", "cluster.devices_per_node=1"]
+    on += ["data.seq_length=1024", "trainer.micro_batch_size=1", "trainer.global_batch_size=4"]
+    models = ("llama32_1b", "llama_tiny", "llama3_8b model.num_layers=8", "llama3_8b")
+    rows = []
+    for model in models:
+        words = [*f"model={model}".split(), *on, "cluster.device_memory_gib=1000"]
+        slow = load([*words, "cluster.reached={host:0.5,speed:1.2}"], environment={}, to_run=False)
+        rows.append({"overrides": words, "step_s": step_time(slow.run).seconds})
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    out = tmp_path / "box.yaml"
+    assert main(["plan", "--calibrate", str(path), f"out={out}", "--json"]) == 0
+    reached = json.loads(capsys.readouterr().out)["cluster"]["reached"]
+    assert reached["host"] == pytest.approx(0.5, rel=0.1)
+    assert reached["speed"] == pytest.approx(1.2, rel=0.1)
 
 
 ON_GPUS = ["model=llama3_8b", "data=mock", "parallel=dp8", "cluster.device_memory_gib=1000"]

@@ -169,7 +169,7 @@ def test_plan_time_adapter_mfu_uses_operations_of_page() -> None:
     step = step_time(run)
     rate = step.tokens_per_second_per_device * flops_of_token(run)
     assert step.mfu == pytest.approx(rate / device_of(run.cluster).peaks["bf16"])
-    assert step.mfu < 0.6
+    assert step.mfu < 0.65
 
 
 def test_plan_time_scan_takes_a_few_launches() -> None:
@@ -253,7 +253,8 @@ def test_plan_time_bf16_layers_take_bf16_time() -> None:
         " precision.num_layers_at_end_in_bf16="
     )
     low, less, none, wide = (
-        step_time(run_of(f"{words} {said}")).seconds
+        # mtrain's own blockwise products are slower than those in bf16
+        step_time(run_of(f"{words} {said}"), shipped()).seconds
         for said in ("precision=fp8_blockwise", f"{some}1", f"{some}15", "precision=bf16")
     )
     assert low < less < none < wide

@@ -148,12 +148,14 @@ def test_tune_too_high_bound_loses_layouts(monkeypatch: pytest.MonkeyPatch) -> N
         "parallel.vpp": 1,
         "parallel.distributed_optimizer": True,
     }
-    best = found(ONE_B, tuple(said.items()))[0].best
-    assert best[-1].words.startswith("pp2")
+    # a fast host, so that recomputation takes the device's time
+    words = f"{ONE_B} cluster.reached={{host:10}}"
+    best = found(words, tuple(said.items()), 4)[0].best
+    assert best[-1].words.startswith("tp2pp2")
     # as if every layer was computed again
     monkeypatch.setattr(Costs, "_without_blocks", Costs.pieces)
-    wrong = search(compose(ONE_B.split()).run, said, LAPTOP, None, 3)[0].best
-    assert wrong[-1].words.startswith("pp2")
+    wrong = search(compose(words.split()).run, said, LAPTOP, None, 4)[0].best
+    assert wrong[-1].words.startswith("pp4")
     assert wrong[-1].seconds > 1.05 * best[-1].seconds
 
 

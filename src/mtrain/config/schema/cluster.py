@@ -8,7 +8,7 @@ from mtrain.config.engine.formats import Format
 from mtrain.config.schema.base import Degree, Effect, Key, PositiveFloat, PositiveInt, Section
 
 DEVICE_NAME = r"^[A-Za-z0-9][A-Za-z0-9 _./()+-]*$"
-Reached = Literal["products", "memory", "attention", "speed"]
+Reached = Literal["products", "memory", "attention", "speed", "host"]
 
 
 class ClusterConfig(Section):
@@ -66,8 +66,8 @@ class ClusterConfig(Section):
     host_link_gbps: Annotated[PositiveFloat | None, Key(unit="GB/s")] = None
     """The one-way bandwidth between one device and host memory in GB/s; null: unknown."""
     operation_us: Annotated[PositiveFloat | None, Key(unit="us")] = None
-    """The host's overhead per operation in microseconds, in addition to arithmetic and memory
-    traffic; null: as in published runs.
+    """The host's overhead per operation in microseconds, on a GPU per launch of a kernel, in
+    addition to arithmetic and memory traffic; null: as in mtrain's own runs.
     """
     link_latency_us: Annotated[PositiveFloat | None, Key(unit="us")] = None
     """The latency of a collective in microseconds for each doubling of its group; null: as in
@@ -75,8 +75,9 @@ class ClusterConfig(Section):
     """
     reached: dict[Reached, Annotated[float, Field(gt=0, le=10)]] = {}
     """Measured shares of the rates above: `products`, of the peak that a large 16-bit GEMM reaches;
-    `memory`, of the bandwidth; `attention`, of the peak that attention's GEMMs reach; `speed`, of a
-    step against what these predict. Empty: as in published runs.
+    `memory`, of the bandwidth; `attention`, of the peak that attention's GEMMs reach; `speed`, of
+    the device in a step against what these predict; `host`, of the host that launches kernels
+    against the one that mtrain was measured on. Empty: as in published runs and mtrain's own.
     """
     software: Annotated[str | None, Field(max_length=200)] = None
     """Releases of the software that rates were measured with; null: the rates come from data

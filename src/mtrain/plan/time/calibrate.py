@@ -18,7 +18,7 @@ from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Product
 from mtrain.plan.time.device import GIGA, TERA, device_of
-from mtrain.plan.time.efficiencies import WIDE, powered, reached_by
+from mtrain.plan.time.efficiencies import WIDE, Efficiencies, powered, reached_by
 from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
 from mtrain.plan.time.work import Linear
@@ -44,6 +44,11 @@ SURE = {"attention": 0.3}
 # A fit takes no machine for more times faster or slower than published runs.
 MOST = 10.0
 ROUNDS = 40
+BISECTIONS = 20
+# Speeds of the host that are tried on either side of the expected one, and how much one further
+# away has to explain.
+HOSTS = 20
+HELD = 0.01
 STEP = 1e-4
 DIGITS = 4
 # Rows and columns of the large product that kernels are compared with.
@@ -113,18 +118,58 @@ def _accelerator(
         reached["memory"] = one.memory / GIGA / (start.memory_gbps or one.memory / GIGA)
     found = start.model_copy(update={"reached": reached})
     if measured:
-        reached["speed"] = _speed(measured, works, found)
+        reached |= _host_and_speed(measured, works, found)
     return start.model_copy(
         update={"reached": {name: min(MOST, share) for name, share in reached.items()}}
     )
 
 
-def _speed(measured: Sequence[Measured], works: Sequence[StepWork], start: ClusterConfig) -> float:
+def _host_and_speed(
+    measured: Sequence[Measured], works: Sequence[StepWork], start: ClusterConfig
+) -> dict[str, float]:
+    """Return the speed of the host and of the device that explain the steps best; of one run, whose
+    host is as expected, the speed of the device.
+    """
+    reached = reached_by(start)
+    if reached.host is None or len(measured) == 1:
+        return {"speed": _speed(measured, works, start, reached)}
+    hosts = [MOST ** (step / HOSTS) for step in range(-HOSTS, HOSTS + 1)]
+    best = min(hosts, key=lambda host: _missed(host, measured, works, start, reached))
+    found = replace(reached, host=replace(reached.host, speed=best))
+    return {"host": best, "speed": _speed(measured, works, start, found)}
+
+
+def _missed(
+    host: float,
+    measured: Sequence[Measured],
+    works: Sequence[StepWork],
+    start: ClusterConfig,
+    reached: Efficiencies,
+) -> float:
+    """Return how far steps are off in the mean with a host so fast, and how far it is from what is
+    expected; in logarithms.
+    """
+    assert reached.host is not None
+    device = device_of(start)
+    found = replace(reached, host=replace(reached.host, speed=host))
+    found = replace(found, speed=_speed(measured, works, start, found))
+    errors = (
+        abs(log(priced(work, device, found).seconds / one.step_s))
+        for work, one in zip(works, measured, strict=True)
+    )
+    return sum(errors) / len(measured) + HELD * abs(log(host))
+
+
+def _speed(
+    measured: Sequence[Measured],
+    works: Sequence[StepWork],
+    start: ClusterConfig,
+    reached: Efficiencies,
+) -> float:
     """Return the speed at which half of the steps are planned too long, and half too short; by
     bisection.
     """
     device = device_of(start)
-    reached = reached_by(start)
 
     def too_long(speed: float) -> bool:
         steps = (priced(work, device, replace(reached, speed=speed)).seconds for work in works)
@@ -132,7 +177,7 @@ def _speed(measured: Sequence[Measured], works: Sequence[StepWork], start: Clust
 
     low = 1 / MOST
     high = MOST
-    for _ in range(ROUNDS):
+    for _ in range(BISECTIONS):
         middle = sqrt(low * high)
         low, high = (middle, high) if too_long(middle) else (low, middle)
     return sqrt(low * high)
@@ -173,7 +218,7 @@ def _host(
         held = [value / SURE.get(name, SPREAD) for name, value in zip(names, x, strict=True)]
         return [*chain.from_iterable([*found, *alone]), *held]
 
-    return _stated(start, rates(_least_squares(residuals, [0.0] * len(names))), form, ranks)
+    return _stated(start, rates(least_squares(residuals, [0.0] * len(names))), form, ranks)
 
 
 def _alone(one: Rates, now: Mapping[str, float]) -> Vector:
@@ -217,7 +262,7 @@ def _residuals(one: Measured, step: StepTime) -> Vector:
     return [whole, log(step.parts["optimizer"] / one.optimizer_s) / (4 * NOISE)]
 
 
-def _least_squares(residuals: Callable[[Vector], Vector], x: Vector) -> Vector:
+def least_squares(residuals: Callable[[Vector], Vector], x: Vector) -> Vector:
     """Gauss and Newton, with the steps of Levenberg and Marquardt."""
     damping = 1.0
     now = residuals(x)

@@ -28,6 +28,7 @@ FIRST = {
     10: (1000, {"bf16": 2250, "fp16": 2250, "fp8": 4500, "fp4": 9000}),
 }
 BLACKWELL = 10
+MICRO = 1e-6
 GIGA = 1e9
 TERA = 1e12
 

@@ -1,5 +1,5 @@
 """The efficiency of kernels, links and hosts against a device's stated rates: a few numbers, fitted
-on published runs.
+on published runs and on our own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import yaml
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.plan.time.device import Device, device_of
+from mtrain.plan.time.host import HostCost
 
 FILE = Path(__file__).with_name("efficiencies.yaml")
+OWN = Path(__file__).with_name("own.yaml")
 
 # `cluster.reached.products` is measured with products in these formats.
 WIDE = ("bf16", "fp16")
@@ -79,6 +81,10 @@ class Efficiencies:
     """Speed of models with experts, against the release that the others belong to."""
     speed: float
     """Of the software as a whole, against the release that the others belong to."""
+    host: HostCost | None = None
+    """The costs of launches by kind of operation, where they were measured; None: `launch_us` and
+    the other costs above.
+    """
 
 
 def powered(device: Device, reached: Efficiencies, form: str) -> float:
@@ -100,12 +106,36 @@ def shipped() -> Efficiencies:
     return of(yaml.safe_load(FILE.read_text()))
 
 
+@cache
+def own() -> Efficiencies:
+    """Return the efficiencies of mtrain's own kernels and host, fitted on its own runs."""
+    return own_of(yaml.safe_load(OWN.read_text()))
+
+
+def own_of(values: Mapping[str, Any]) -> Efficiencies:
+    """Return the efficiencies of published runs, except for the values that own runs measured."""
+    found = shipped()
+    given = dict(values)
+    host = dict(given.pop("host"))
+    host["launches"] = {kind: tuple(pair) for kind, pair in host["launches"].items()}
+    host["waits"] = tuple(host["waits"])
+    products = {**found.products, **given.pop("products")}
+    return replace(found, products=products, host=HostCost(**host), **given)
+
+
 def reached_by(cluster: ClusterConfig) -> Efficiencies:
-    """Return the efficiencies of a cluster: its own measurements count before published runs; the
-    rates of a CPU are measured, so they are reached in full.
+    """Return the efficiencies of mtrain on a cluster: the cluster's own measurements count before
+    those that ship; the rates of a CPU are measured, so they are reached in full.
     """
-    found = measured() if facts_of(cluster.device).on_host else shipped()
+    found = measured() if facts_of(cluster.device).on_host else own()
     given = cluster.reached
+    host = found.host
+    if host is not None:
+        host = replace(
+            host,
+            launch_us=cluster.operation_us or host.launch_us,
+            speed=given.get("host", host.speed),
+        )
     attention = given.get("attention", found.attention)
     products = {name: _stated(cluster, found, name) for name in WIDE if name in found.products}
     return replace(
@@ -120,6 +150,7 @@ def reached_by(cluster: ClusterConfig) -> Efficiencies:
         # Only the forward is measured: the backward keeps its ratio to it.
         attention_backward=found.attention_backward * attention / found.attention,
         speed=given.get("speed", found.speed),
+        host=host,
     )
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from mtrain.config.engine.formats import bytes_of
 from mtrain.models.graph import FP32
-from mtrain.plan.time.device import Device
+from mtrain.plan.time.device import MICRO, Device
 from mtrain.plan.time.efficiencies import Efficiencies, powered
-from mtrain.plan.time.links import MICRO
 from mtrain.plan.time.work import Linear, Pairs
 
 # A multiprocessor computes a tile of this size of the result at once.

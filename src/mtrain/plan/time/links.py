@@ -9,10 +9,9 @@ from math import log2
 from typing import Literal
 
 from mtrain.models.graph import Exchange
-from mtrain.plan.time.device import Device
+from mtrain.plan.time.device import MICRO, Device
 from mtrain.plan.time.efficiencies import Efficiencies
 
-MICRO = 1e-6
 # How often a tensor goes around a group: a reduction scatters, then gathers.
 ROUNDS = {"gather": 1, "scatter": 1, "reduce": 2, "ring": 1, "all_to_all": 1}
 

@@ -10,9 +10,9 @@ from typing import Literal
 from mtrain.config.engine.formats import bytes_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.plan.states import fsdp_shards
-from mtrain.plan.time.device import Device
+from mtrain.plan.time.device import MICRO, Device
 from mtrain.plan.time.efficiencies import Efficiencies
-from mtrain.plan.time.links import MICRO, Group, Links, Share
+from mtrain.plan.time.links import Group, Links, Share
 
 # Time of a large tensor to the next device of a ring, within a domain and between domains:
 # `hwLat` of NCCL's src/graph/tuning.cc (b647562). Gathers and reductions pass every device of a

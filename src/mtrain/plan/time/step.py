@@ -18,13 +18,14 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import stage_kind
-from mtrain.plan.time.device import Device, device_of, missing
+from mtrain.plan.time.device import MICRO, Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
+from mtrain.plan.time.host import Span, queued, there_and_back, waiting
 from mtrain.plan.time.kernels import Kernels
-from mtrain.plan.time.links import MICRO, Group, Links
+from mtrain.plan.time.links import Group, Links
 from mtrain.plan.time.update import done_once, gradient_bytes
 from mtrain.plan.time.whole_matrices import matrix_seconds
-from mtrain.plan.time.work import Linear, Work, total
+from mtrain.plan.time.work import BACKWARD_MOVES, Linear, Work, total
 from mtrain.plan.weights import Matrix, matrices_of, stage_weights
 
 PARTS = (
@@ -196,6 +197,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     if work.matrices:
         ends["optimizer"] += matrix_seconds(run, work.grid, work.matrices[slowest], device, reached)
     parts |= {name: value / reached.speed for name, value in ends.items()}
+    parts["host"] += _begun(work, work.stages[slowest], device, reached)
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / p.ranks / seconds
     peak = device.peaks[run.precision.multiplies_in]
@@ -206,25 +208,51 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
 def micro_batch(
     work: StepWork, stage: Work, device: Device, reached: Efficiencies
 ) -> dict[str, float]:
-    """Return the seconds of one micro-batch on a stage, by part."""
-    p = work.run.precision
-    recipe = p.quantized or p.format
-    low = p.fp8_dot_product_attention
-    element = bytes_of(p.format)
-    gradient = gradient_bytes(work.run)
-    kernels = Kernels(device, reached, p.format, p.multiplies_in, recipe, element, gradient, low)
-    parts = {
-        "gemm": sum(n * kernels.linear(one) for one, n in stage.forward.items())
-        + sum(n * kernels.linear_back(one) for one, n in stage.backward.items()),
-        "attention": sum(n * kernels.attention(one) for one, n in stage.attends.items())
-        + sum(n * kernels.attention_back(one) for one, n in stage.attends_back.items()),
-        "memory": kernels.moved(stage.moved),
-    }
-    parts = parts | _exchanged(work, stage, kernels)
-    speed = reached.speed * (1.0 if work.run.model.moe is None else reached.mixtures)
-    parts = {name: value / speed for name, value in parts.items()}
+    """Return the seconds of one micro-batch on a stage, by part, among others like it."""
+    kernels = _kernels(work, device, reached)
+    parts = _computed(work, stage, kernels)
+    computes = sum(parts.values())
+    return parts | {"host": exposed(computes, host_seconds(work, stage, kernels), kernels)}
+
+
+def sides(
+    work: StepWork, stage: Work, device: Device, reached: Efficiencies
+) -> tuple[float, float]:
+    """Return the seconds of the device and of the host in one micro-batch on a stage, of which the
+    longer count; a host that hides nothing counts as the device.
+    """
+    kernels = _kernels(work, device, reached)
+    computes = sum(_computed(work, stage, kernels).values())
+    host = host_seconds(work, stage, kernels)
+    return (computes + host, 0.0) if device.on_host else (computes, host)
+
+
+def exposed(computes: float, host: float, kernels: Kernels) -> float:
+    """Return the seconds of the host behind which the device does not compute."""
+    # A host starts an operation when the one before it is done, so launches hide nothing.
+    if kernels.device.on_host:
+        return host
+    if kernels.reached.host is not None:
+        return max(0.0, host - computes)
+    return float((computes**SHARP + host**SHARP) ** (1 / SHARP) - computes)
+
+
+def host_seconds(work: StepWork, stage: Work, kernels: Kernels) -> float:
+    """Return the seconds of the host for one micro-batch; if it waits for the device in each
+    layer, also those in which it waits.
+    """
+    reached = kernels.reached
+    if reached.host is None:
+        return _launched(stage, kernels)
+    if kernels.recipe in reached.host.waits:
+        return waiting(_spans(work, stage, kernels))
+    return sum(reached.host.seconds(stage, kernels.recipe))
+
+
+def _launched(stage: Work, kernels: Kernels) -> float:
+    reached = kernels.reached
     routed = stage.mixtures - stage.fixed * (1 - reached.fixed)
-    casts = CASTS * (recipe != p.format)
+    casts = CASTS * (kernels.recipe != kernels.format)
     calls = sum(
         share * (one.products + casts * one.casts)
         for share, one in ((1, stage.calls), (reached.fixed, stage.padded))
@@ -232,12 +260,79 @@ def micro_batch(
     every = (
         calls * reached.call_us + stage.operations * reached.launch_us + routed * reached.routing_us
     )
-    host = every * reached.graphed * MICRO
-    computes = sum(parts.values())
-    # A host starts an operation when the one before it is done, so launches hide nothing.
-    if device.on_host:
-        return parts | {"host": host}
-    return parts | {"host": (computes**SHARP + host**SHARP) ** (1 / SHARP) - computes}
+    return every * reached.graphed * MICRO
+
+
+def _begun(work: StepWork, stage: Work, device: Device, reached: Efficiencies) -> float:
+    """Return the seconds of a step in which the queue of launches is empty: at its beginning, and
+    between steps.
+    """
+    if reached.host is None or device.on_host:
+        return 0.0
+    kernels = _kernels(work, device, reached)
+    idle = reached.host.step_us * MICRO / reached.host.speed
+    if kernels.recipe in reached.host.waits:
+        return idle
+    spans = _spans(work, stage, kernels)
+    steady = max(sum(span.host for span in spans), sum(span.device for span in spans))
+    return idle + queued(spans) - steady
+
+
+def _spans(work: StepWork, stage: Work, kernels: Kernels) -> list[Span]:
+    """Return the parts of a micro-batch in the order of their launches."""
+    assert kernels.reached.host is not None
+    forward = list[Span]()
+    backward = list[Span]()
+    for part, number in stage.order or [(stage, 1)]:
+        computes = sum(_computed(work, part, kernels).values())
+        share = _forward_share(part, kernels)
+        first, second = kernels.reached.host.seconds(part, kernels.recipe)
+        forward.append(Span(number * first, number * computes * share))
+        backward.append(Span(number * second, number * computes * (1 - share)))
+    return there_and_back(forward, backward)
+
+
+def _forward_share(part: Work, kernels: Kernels) -> float:
+    """Return the share of the forward in the products of a part; of the bytes where there are
+    none.
+    """
+    # The backward has each product once, so its numbers are those of a forward without
+    # recomputation.
+    first = sum(n * kernels.linear(one) for one, n in part.backward.items())
+    first += sum(n * kernels.attention(one) for one, n in part.attends_back.items())
+    every = sum(n * kernels.linear(one) for one, n in part.forward.items())
+    every += sum(n * kernels.linear_back(one) for one, n in part.backward.items())
+    every += sum(n * kernels.attention(one) for one, n in part.attends.items())
+    every += sum(n * kernels.attention_back(one) for one, n in part.attends_back.items())
+    return first / every if every else 1 / (1 + BACKWARD_MOVES)
+
+
+def _kernels(work: StepWork, device: Device, reached: Efficiencies) -> Kernels:
+    p = work.run.precision
+    recipe = p.quantized or p.format
+    low = p.fp8_dot_product_attention
+    element = bytes_of(p.format)
+    gradient = gradient_bytes(work.run)
+    return Kernels(device, reached, p.format, p.multiplies_in, recipe, element, gradient, low)
+
+
+def _computed(work: StepWork, stage: Work, kernels: Kernels) -> dict[str, float]:
+    """Return the seconds of the device for one micro-batch, by part."""
+    reached = kernels.reached
+    moved = stage.moved
+    if reached.host is not None and not work.run.kernels.gradient_accumulation_fusion:
+        weights = weights_of(stage, grouped=False) + weights_of(stage, grouped=True)
+        moved += weights * reached.host.gradient_bytes
+    parts = {
+        "gemm": sum(n * kernels.linear(one) for one, n in stage.forward.items())
+        + sum(n * kernels.linear_back(one) for one, n in stage.backward.items()),
+        "attention": sum(n * kernels.attention(one) for one, n in stage.attends.items())
+        + sum(n * kernels.attention_back(one) for one, n in stage.attends_back.items()),
+        "memory": kernels.moved(moved),
+    }
+    parts = parts | _exchanged(work, stage, kernels)
+    speed = reached.speed * (1.0 if work.run.model.moe is None else reached.mixtures)
+    return {name: value / speed for name, value in parts.items()}
 
 
 def _exchanged(work: StepWork, stage: Work, kernels: Kernels) -> dict[str, float]:

@@ -49,7 +49,8 @@ def done_once(
         left = sent
         if run.parallel.overlap_grad_reduce:
             left -= min(window, sent) * reached.overlapped["dp"]
-    update = _moved(run, shares) / (device.memory * reached.memory)
+    again = 0.0 if reached.host is None else reached.host.step_bytes
+    update = _moved(run, shares, again) / (device.memory * reached.memory)
     return {"dp": left, "optimizer": update, "offload": _offloaded(run, shares)}
 
 
@@ -95,8 +96,10 @@ def _sent(run: RunConfig, shares: tuple[Share, ...], links: Links) -> float:
     return total
 
 
-def _moved(run: RunConfig, shares: tuple[Share, ...]) -> float:
-    """Return the bytes that the update reads and writes, and the clearing of gradients."""
+def _moved(run: RunConfig, shares: tuple[Share, ...], again: float) -> float:
+    """Return the bytes that the update reads and writes, and the clearing of gradients; `again`: of
+    each element on top.
+    """
     p = run.parallel
     element = bytes_of(run.precision.format)
     gradient = gradient_bytes(run)
@@ -108,7 +111,12 @@ def _moved(run: RunConfig, shares: tuple[Share, ...]) -> float:
     )
     return (
         updated
-        * (2 * update_bytes(run) + 2 * gradient + element * (1 + is_half(run.precision.format)))
+        * (
+            2 * update_bytes(run)
+            + 2 * gradient
+            + element * (1 + is_half(run.precision.format))
+            + again
+        )
         + cleared
     )
 

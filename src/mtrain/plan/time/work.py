@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mtrain.models.graph import Exchange, Factors, Graph, Op, Product
 
@@ -14,7 +15,17 @@ from mtrain.models.graph import Exchange, Factors, Graph, Op, Product
 BACKWARD_MOVES = 1.5
 ATTENTION = "core_attention"
 EXPERTS = "mlp.experts."
+DISPATCH = "mlp.dispatch"
 PADDED = "dispatch.fixed"
+COUNTERS = (
+    "forward",
+    "backward",
+    "attends",
+    "attends_back",
+    "exchanges",
+    "forwards",
+    "again",
+)
 # A causal mask leaves half of the pairs of queries and keys; a window leaves fewer.
 CAUSAL = 0.5
 
@@ -43,6 +54,10 @@ class Pairs:
     """
 
 
+Kind = Literal["linear", "low", "experts", "experts_low", "attention", "dispatch", "other"]
+"""Of an operation, by what the host does to start it."""
+
+
 @dataclass
 class Calls:
     """The kernels that an operation launches on top of its first."""
@@ -67,6 +82,14 @@ class Work:
     """Bytes of memory-bound operations."""
     operations: int = 0
     """Operations that the host launches."""
+    forwards: Counter[Kind] = field(default_factory=Counter)
+    """Operations by kind, in the forward."""
+    again: Counter[Kind] = field(default_factory=Counter)
+    """Those that are done once more in the backward."""
+    order: list[tuple[Work, int]] = field(default_factory=list)
+    """Its parts in the order of the forward, each with how often it follows itself; empty: it is
+    one part.
+    """
     calls: Calls = field(default_factory=Calls)
     """Kernels that operations launch on top of the first."""
     padded: Calls = field(default_factory=Calls)
@@ -78,7 +101,7 @@ class Work:
 
     def add(self, other: Work, times: int) -> None:
         """Add the work of another, so many times."""
-        for name in ("forward", "backward", "attends", "attends_back", "exchanges"):
+        for name in COUNTERS:
             own = getattr(self, name)
             for key, number in getattr(other, name).items():
                 own[key] += times * number
@@ -91,6 +114,7 @@ class Work:
             own.casts = own.casts + times * more.casts
         self.mixtures += times * other.mixtures
         self.fixed += times * other.fixed
+        self.order += other.order * times or [(other, times)]
 
 
 def work_of(graph: Graph) -> Work:
@@ -105,12 +129,27 @@ def work_of(graph: Graph) -> Work:
         for exchange in op.exchanges:
             done.exchanges[exchange, _beside(op)] += passes + 1
         done.moved += op.moved * (passes + BACKWARD_MOVES)
-        done.operations += (passes + 2) * bool(op.products or op.moved)
+        if op.products or op.moved:
+            done.operations += passes + 2
+            done.forwards[_kind(op)] += 1
+            done.again[_kind(op)] += op.again
         calls.products += (passes + 2) * max(0, _alike(op) - 1)
         calls.casts += (passes + 1) * op.low * _alike(op)
-        done.mixtures += (passes + 1) * op.name.startswith("mlp.dispatch")
+        done.mixtures += (passes + 1) * op.name.startswith(DISPATCH)
         done.fixed += (passes + 1) * op.name.endswith(PADDED)
     return done
+
+
+def _kind(op: Op) -> Kind:
+    if op.name.startswith(DISPATCH):
+        return "dispatch"
+    if not op.products:
+        return "other"
+    if ATTENTION in op.name:
+        return "attention"
+    if op.name.startswith(EXPERTS):
+        return "experts_low" if op.low else "experts"
+    return "low" if op.low else "linear"
 
 
 def _beside(op: Op) -> Linear | None:

@@ -31,7 +31,7 @@ from mtrain.plan.rank import RESERVE, communication_bytes, context_bytes
 from mtrain.plan.schedule import most_in_flight
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import reached_by
-from mtrain.plan.time.step import SHARP, StepWork, frozen_of, micro_batch, weights_of
+from mtrain.plan.time.step import StepWork, frozen_of, sides, weights_of
 from mtrain.plan.time.update import done_once
 from mtrain.plan.time.work import work_of
 from mtrain.plan.tune.space import Change, changed
@@ -70,8 +70,8 @@ Piece = npt.NDArray[np.float64]
 
 
 def _took(piece: Piece) -> Any:
-    """Return the seconds of parts, combining host and device as the time model does."""
-    return (piece[..., 0] ** SHARP + np.maximum(piece[..., 1], 0.0) ** SHARP) ** (1 / SHARP)
+    """Return the seconds of parts, of the host or the device, whichever takes longer."""
+    return np.maximum(piece[..., 0], piece[..., 1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,10 +300,7 @@ class Costs:
 
     def _piece(self, work: StepWork, graph: Graph) -> Piece:
         done = work_of(graph)
-        parts = micro_batch(work, done, self.device, self.reached)
-        seconds = sum(parts.values())
-        device = seconds - parts["host"]
-        host = max(0.0, seconds**SHARP - device**SHARP) ** (1 / SHARP)
+        device, host = sides(work, done, self.device, self.reached)
         weights = weights_of(done, grouped=True), weights_of(done, grouped=False)
         return np.array((device, host, kept([graph]), *weights, frozen_of(done)))
 
