@@ -61,9 +61,9 @@ def add(out: Path, results: Path = RESULTS) -> Path:
 
 
 def newest(results: Path = RESULTS) -> tuple[Path, Summary]:
-    """Return the folder with the latest date, and its summary."""
-    folder = max(results.iterdir(), key=lambda path: path.name)
-    return folder, json.loads((folder / "summary.json").read_text())
+    """Return the folder with the latest date that has a summary, and that summary."""
+    file = max(results.glob("*/summary.json"), key=lambda path: path.parent.name)
+    return file.parent, json.loads(file.read_text())
 
 
 def sections(folder: Path, summary: Summary) -> dict[tuple[str, str], str]:
