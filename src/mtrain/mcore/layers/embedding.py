@@ -15,6 +15,9 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mtrain.mcore.layers.linear import adds_to_main_grad, nothing
 
 
 class _Lookup(torch.autograd.Function):
@@ -41,6 +44,30 @@ class _Lookup(torch.autograd.Function):
         return gradient, None
 
 
+class _Added(torch.autograd.Function):
+    """Rows `ids` [...] of `weight` [v, h], whose gradient is added to `weight.main_grad`.
+
+    A gradient of the whole vocabulary is zeros but for the ids that occur. Made, added and cleared
+    in every micro-batch, it takes as long as a layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        (ids,) = ctx.saved_tensors
+        into = ctx.weight.main_grad
+        # It sorts the ids, so that sums have one order, and the same bits every time.
+        into.index_put_((ids.flatten(),), dy.flatten(0, -2).to(into.dtype), accumulate=True)
+        # Of a tied weight the output layer returns what stands for the gradient.
+        return None if getattr(ctx.weight, "tied_in_stage", False) else nothing(ctx.weight), None
+
+
 def _needs_lookup(weight: Tensor) -> bool:
     return weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16)
 
@@ -53,6 +80,8 @@ class WordEmbedding(VocabParallelEmbedding):
     """
 
     scale: float | None = None
+    fuses = False
+    """Whether gradients are added to their buffers where they are made."""
 
     def forward(self, input_: Tensor) -> Tensor:
         """Return ids [b, s] to [b, s, h], or to this rank's [s / tp, b, h] where it scatters to
@@ -65,18 +94,24 @@ class WordEmbedding(VocabParallelEmbedding):
         return found * torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
     def _rows(self, input_: Tensor) -> Tensor:
-        if not _needs_lookup(self.weight):
+        fuses = self.fuses and torch.is_grad_enabled() and adds_to_main_grad(self.weight)
+        if fuses and getattr(self.weight, "zero_out_wgrad", False):
+            # megatron-core expects a gradient of its own embedding next to the zeros of a fused
+            # output layer. Here neither gives one.
+            self.weight.zero_out_wgrad = False
+            self.weight.tied_in_stage = True
+        if not fuses and not _needs_lookup(self.weight):
             return super().forward(input_)  # type: ignore[no-any-return]
+        lookup = _Added if fuses else _Lookup
         if self.tp_group.size() == 1:
-            out = _Lookup.apply(self.weight, input_)
+            out = lookup.apply(self.weight, input_)
         else:
             # As in megatron-core, ids of other ranks read row 0 and are masked; the sum over the
             # ranks has every row.
             local = input_ - self.vocab_start_index
             elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
-            out = _Lookup.apply(self.weight, local.masked_fill(elsewhere, 0)).masked_fill(
-                elsewhere[..., None], 0
-            )
+            found = lookup.apply(self.weight, local.masked_fill(elsewhere, 0))
+            out = found.masked_fill(elsewhere[..., None], 0)
         if self.reduce_scatter_embeddings:
             # A reduce-scatter splits the first axis, which has to be the sequence.
             out = out.transpose(0, 1).contiguous()
@@ -103,5 +138,6 @@ def add_in_fp32(embedding: Any, scale: float | None = None) -> None:
     # The class changes and the object stays, with its parameter and the marks on it.
     embedding.word_embeddings.__class__ = WordEmbedding
     embedding.word_embeddings.scale = scale
+    embedding.word_embeddings.fuses = bool(embedding.config.gradient_accumulation_fusion)
     if embedding.add_position_embedding:
         embedding.position_embeddings.__class__ = PositionEmbedding

@@ -236,10 +236,10 @@ def _add_in_place(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     it arrives, and `grad_added_to_main_grad` tells it so.
     """
     add_weight_gradient(weight.main_grad, dy, x)  # type: ignore[attr-defined]
-    return _nothing(weight)
+    return nothing(weight)
 
 
-def _nothing(weight: Tensor) -> Tensor:
+def nothing(weight: Tensor) -> Tensor:
     """Return what autograd gets for a gradient that is in `main_grad` already.
 
     The weight of a tied embedding has other gradients, too: for it that is zeros.
@@ -289,7 +289,7 @@ def add_scaled(weight: Tensor, dweight: Tensor, factor: Tensor) -> Tensor:
         main_grad.addcmul_(dweight, factor.to(dweight.dtype))
     else:
         main_grad.add_((dweight * factor).to(main_grad.dtype))
-    return _nothing(weight)
+    return nothing(weight)
 
 
 class ColumnLinear(_Product, ColumnParallelLinear):
