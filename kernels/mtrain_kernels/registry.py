@@ -191,12 +191,23 @@ def pick(
 ) -> str:
     """Return the name that `choose` returns; for use inside ops, also under torch.compile."""
     op = ops()[name]
-    named = op.implementations.get(impl)
-    against = {"reference": None, "cpu": cpu_obstacle}.get(impl, obstacle)
+    against = {"reference": None, "cpu": cpu_obstacle}
     # Each call of an op comes by here, so the usual answer builds no reasons.
-    if named is not None and against is None and named.obstacle(device) is None:
-        return impl
+    for candidate in op.implementations if impl == "auto" else (impl,):
+        known = op.implementations.get(candidate)
+        if known is None or against.get(candidate, obstacle) is not None:
+            continue
+        if known.obstacle(device) is None:
+            # The first choice of `auto` is logged with its reasons.
+            if impl != "auto" or (name, device.type, candidate) in _chosen:
+                return candidate
+            _chosen.add((name, device.type, candidate))
+            break
     return choose(op, impl, device, obstacle, cpu_obstacle)[0]
+
+
+_chosen: set[tuple[str, str, str]] = set()
+"""What `auto` has chosen for ops on devices."""
 
 
 def choose(
