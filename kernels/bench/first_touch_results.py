@@ -44,13 +44,14 @@ class Stage:
 
 STAGES = (
     Stage("environment", 0.10, 60, 60),
-    Stage("gate", 0.22, 180, 120),
-    Stage("parity", 0.38, 900, 120, workers=7),
-    Stage("runs", 0.60, 900, 240, workers=15, starts_runs=True),
-    Stage("train", 0.80, 1800, 420, starts_runs=True),
-    Stage("host", 0.86, 300, 150),
-    Stage("rivals", 0.93, 1200, 300),
-    Stage("profile", 0.95, 300, 120),
+    Stage("gate", 0.20, 180, 120),
+    Stage("steps", 0.46, 900, 90),
+    Stage("rivals", 0.53, 1200, 300),
+    Stage("parity", 0.64, 900, 120, workers=7),
+    Stage("runs", 0.84, 900, 240, workers=15, starts_runs=True),
+    Stage("train", 0.92, 1800, 420, starts_runs=True),
+    Stage("host", 0.95, 300, 150),
+    Stage("profile", 0.96, 300, 120),
     Stage("ops", 1.0, 1800, 240),
     Stage("autotune", 1.0, 900, 240),
 )

@@ -11,6 +11,7 @@ from typing import Any
 import first_touch_host
 import first_touch_ops
 import first_touch_runs
+import first_touch_steps
 import first_touch_train
 from first_touch_device import device_here
 from first_touch_results import ROOT, Walk
@@ -56,6 +57,7 @@ def _written_commit() -> str:
 UNITS: dict[str, Callable[[Walk, Path], Units]] = {
     "environment": environment,
     "gate": first_touch_runs.gate,
+    "steps": first_touch_steps.steps,
     "parity": first_touch_ops.parity,
     "runs": first_touch_runs.runs,
     "train": first_touch_train.train,

@@ -49,7 +49,7 @@ def summary(results: Results, walk: Walk, command: str) -> Summary:
         "parity": _parity(ends["parity"]),
         "runs": _outcomes({**ends["gate"], **ends["runs"]}),
     }
-    for stage in ("gate", "train", "profile", "host", "rivals"):
+    for stage in ("gate", "steps", "train", "profile", "host", "rivals"):
         made[stage] = {
             unit: line["result"] for unit, line in ends[stage].items() if "result" in line
         }
@@ -316,6 +316,15 @@ def _table_of_trainings(made: Summary) -> list[str]:
             _said(said.get("step_s"), ".4f", 8),
             _said(plan.get("step_s"), ".4f", 8),
             _said(busy, ".0%", 5),
+        ]
+        rows.append(f"{unit:<32} {' '.join(numbers)}")
+    for unit, said in made.get("steps", {}).items():
+        numbers = [
+            _said(said.get("tokens_per_s"), ",.0f", 10),
+            " " * 15,
+            _said(said.get("step_s"), ".4f", 8),
+            " " * 8,
+            _said(said.get("busy_share"), ".0%", 5),
         ]
         rows.append(f"{unit:<32} {' '.join(numbers)}")
     for unit, said in made.get("rivals", {}).items():

@@ -176,6 +176,11 @@ def _measured(folder: Path, summary: Summary) -> str:
         texts = ["" if value is None else format(value, form) for value, form in cells]
         lines.append(f"| {unit} | {' | '.join(texts)} |")
     lines += [
+        f"| {unit}, in one process | {said['tokens_per_s']:,.0f} | | | {said['step_s']:.3f} | |"
+        f" {said.get('busy_share', 0):.0%} |"
+        for unit, said in summary.get("steps", {}).items()
+    ]
+    lines += [
         f"| {unit} | {said['tokens_per_s']:,.0f} | | | | | |"
         for unit, said in summary["rivals"].items()
     ]
