@@ -25,9 +25,9 @@ from mtrain.models.table import GATE_UP, TRANSPOSED, Entry, Operation, Table
 from tests.parity_hf import hf_reference
 from tests.parity_hf.drawn import FAMILIES, draw
 from tests.parity_hf.families import CASES
-from tests.support.commands import mtrain
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_alone, run_ranks
+from tests.support.launched import mtrain
 
 DRAWN = int(os.environ.get("PARITY_CASES", "1"))
 """Random configurations of each family."""

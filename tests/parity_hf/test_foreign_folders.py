@@ -20,10 +20,10 @@ from mtrain.recipes.huggingface.importer import import_config
 from mtrain.recipes.huggingface.kinds import KINDS
 from tests.parity_hf.families import CASES, GEMMA3, GLM4, MOE, QWEN2_MOE, QWEN_MOE, SIZES, V3
 from tests.parity_hf.test_convert import command, data_of, saved
-from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
 from tests.support.forked import run_alone
+from tests.support.launched import mtrain
 
 
 def read(tmp_path: Path, kind: str, values: dict[str, Any]) -> Any:

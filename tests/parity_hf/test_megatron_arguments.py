@@ -12,8 +12,8 @@ import torch
 
 from mtrain.cli.main import main
 from tests.parity_hf.test_convert import command, data_of, saved
-from tests.support.commands import mtrain
 from tests.support.forked import run_alone
+from tests.support.launched import mtrain
 
 CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "rope scaling": (

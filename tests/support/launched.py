@@ -47,9 +47,14 @@ class Launched:
         environment: dict[str, str] | None = None,
         patch: Callable[[], None] | None = None,
         apart: Path | None = None,
+        engine: bool = True,
     ) -> None:
-        """Start the command; with `apart`, output and errors are two files in that folder."""
-        import_engine()
+        """Start the command; with `apart`, output and errors are two files in that folder.
+
+        Without `engine`, the command imports it itself if it needs it.
+        """
+        if engine:
+            import_engine()
         self.output = (apart or cwd) / f"output-{len(list((apart or cwd).glob('output-*')))}.txt"
         self.errors = self.output.with_suffix(".err") if apart else self.output
         self.output.touch()
@@ -129,6 +134,14 @@ def mtrain(
     with tempfile.TemporaryDirectory() as folder:
         run = Launched(*argv, cwd=cwd, environment=environment, apart=Path(folder))
         code = run.wait(timeout_s)
+        return subprocess.CompletedProcess(list(argv), code, run.said, run.errors.read_text())
+
+
+def light(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that needs no engine to its end, in a process forked from this one as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Launched(*argv, cwd=cwd, apart=Path(folder), engine=False)
+        code = run.wait()
         return subprocess.CompletedProcess(list(argv), code, run.said, run.errors.read_text())
 
 

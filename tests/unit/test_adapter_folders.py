@@ -14,8 +14,8 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.errors import ConfigError, CorruptData
-from tests.support.commands import mtrain
 from tests.support.forked import import_engine
+from tests.support.launched import light
 
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "peft_version": "0.19.1"}
 PEFT = PeftConfig(kind="lora", r=4, alpha=8.0)
@@ -134,7 +134,7 @@ def test_adapter_folder_comparison_uses_its_own_process(tmp_path: Path) -> None:
             writer.write("x", "F32", (1,), memoryview(bytes(4)))
             writer.close({"format": "pt"})
     words = ("peft=lora", "peft.r=4", "peft.alpha=8", f"peft.init_from={tmp_path}")
-    done = mtrain("convert", "import", str(tmp_path), "run", *words, cwd=tmp_path)
+    done = light("convert", "import", str(tmp_path), "run", *words, cwd=tmp_path)
     assert (done.returncode, "does not fit the adapters of this run" in done.stderr) == (4, True), (
         done.stderr
     )

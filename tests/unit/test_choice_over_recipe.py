@@ -10,7 +10,7 @@ from mtrain.config.compose.composer import Composed, compose
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.paths import VARIABLE
 from mtrain.config.schema.run import GROUPS
-from tests.support.commands import mtrain
+from tests.support.launched import light
 
 RECIPE = """\
 defaults:
@@ -105,7 +105,7 @@ def test_choice_chats_replace_indexed_recipe_data(
         "parallel=tp2",
         "cluster=cpu",
     )
-    found = mtrain("check", *words, cwd=recipe)
+    found = light("check", *words, cwd=recipe)
     assert "MT340" in found.stderr  # a file of chats is missing, not an .idx
     assert "MT306" not in found.stderr
     assert "dropped: data.kind=indexed data.seq_length=64" in found.stderr
@@ -197,6 +197,6 @@ def test_choice_every_sweep_run_replaces_group(recipe: Path) -> None:
         "model=llama_tiny",
         "precision=fp32",
     )
-    found = mtrain("check", "-m", "recipe=mine.yaml", *words, cwd=recipe)
+    found = light("check", "-m", "recipe=mine.yaml", *words, cwd=recipe)
     assert "2 of 2 pass" in found.stdout, found.stdout + found.stderr
     assert found.stdout.count("dropped: data.") == 2

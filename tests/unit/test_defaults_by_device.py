@@ -14,8 +14,8 @@ from mtrain.api import Loaded, load
 from mtrain.config.resolve.rates import rate as rate_of
 from mtrain.config.resolve.resolution import Machine
 from mtrain.plan.time.report import in_steps
-from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP
+from tests.support.launched import light
 
 CLUSTER = "model=llama3_8b cluster=h100x8"
 NODE = "cluster=h100x8 parallel=single"
@@ -86,19 +86,19 @@ def test_device_defaults_single_gpu_is_used_by_one_rank() -> None:
 
 @pytest.mark.full
 def test_device_defaults_unfitting_model_names_more_nodes() -> None:
-    done = mtrain("check", "model=llama31_405b", "cluster=h100x8", cwd=Path.cwd())
+    done = light("check", "model=llama31_405b", "cluster=h100x8", cwd=Path.cwd())
     assert done.returncode == 2
     assert "[MT257]" in done.stderr
     assert "Use cluster.nodes=" in done.stderr
 
 
 def test_device_defaults_cluster_recipes_have_no_laptop_value(tmp_path: Path) -> None:
-    assert mtrain("recipe", "new", "my.yaml", *CLUSTER.split(), cwd=tmp_path).returncode == 0
+    assert light("recipe", "new", "my.yaml", *CLUSTER.split(), cwd=tmp_path).returncode == 0
     text = (tmp_path / "my.yaml").read_text()
     assert not {"train_iters", "eval_interval", "save_interval", "tp2"} & set(
         text.replace(":", " ").split()
     )
-    flags = mtrain("recipe", "export", "--megatron", "recipe=my.yaml", cwd=tmp_path).stdout.split()
+    flags = light("recipe", "export", "--megatron", "recipe=my.yaml", cwd=tmp_path).stdout.split()
     said = {flag: flags[n + 1] for n, flag in enumerate(flags) if flag.startswith("--")}
     assert int(said["--train-iters"]) > 70_000
     # a step takes more than 10 seconds and less than a minute: half an hour is some dozens of steps
@@ -107,7 +107,7 @@ def test_device_defaults_cluster_recipes_have_no_laptop_value(tmp_path: Path) ->
 
 
 def test_device_defaults_run_length_is_one_line_with_source() -> None:
-    done = mtrain("check", *CLUSTER.split(), "parallel=tp2", cwd=Path.cwd())
+    done = light("check", *CLUSTER.split(), "parallel=tp2", cwd=Path.cwd())
     (line,) = (row for row in done.stdout.splitlines() if row.startswith("  tokens"))
     assert "in 76580 steps" in line
     assert "20 tokens for each of 8.03B parameters" in line

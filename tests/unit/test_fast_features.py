@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from tests.support.commands import mtrain
+from tests.support.launched import light
 
 Body = dict[str, Any]
 PIECES = [
@@ -201,7 +201,7 @@ def test_fast_features_whole_word_token_falls_back_with_note(tmp_path: Path) -> 
         '{"text": "a tool"}\n{"text": "tools of a toolbox retool"}\n'
     )
     words = ["data", "tokenize", "docs.jsonl", "--tokenizer", str(file), "eod=false", "workers=1"]
-    fast = mtrain(*words, "--out", "fast", cwd=tmp_path)
+    fast = light(*words, "--out", "fast", cwd=tmp_path)
     assert fast.returncode == 0, fast.stderr
     assert "gigatoken is not used" in fast.stderr
     assert "its token 'tool' has single_word" in fast.stderr
@@ -212,7 +212,7 @@ def test_fast_features_whole_word_token_falls_back_with_note(tmp_path: Path) -> 
         for i in Tokenizer.from_file(str(file)).encode(text).ids
     ]
     assert (tmp_path / "fast.bin").read_bytes() == b"".join(i.to_bytes(2, "little") for i in ids)
-    named = mtrain(*words, "--out", "named", "engine=gigatoken", cwd=tmp_path)
+    named = light(*words, "--out", "named", "engine=gigatoken", cwd=tmp_path)
     assert (named.returncode, "has single_word" in named.stderr) == (2, True)
 
 

@@ -18,8 +18,8 @@ from mtrain.config.messages.keys import is_content
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError, Problem
 from mtrain.launching.resume import weights_of
-from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP
+from tests.support.launched import light
 from tests.support.tables import tables
 
 TABLES = tables("fixes_keep_meaning")
@@ -114,7 +114,7 @@ def _changes(fix: str) -> list[dict[str, object]]:
 
 
 def test_fixes_keep_missing_file_suggests_similar(folder: Path) -> None:
-    found = mtrain("check", "data=sft", "data.path=chatz.jsonl", cwd=folder)
+    found = light("check", "data=sft", "data.path=chatz.jsonl", cwd=folder)
     assert found.returncode == 2
     assert " Use data.path=chats.jsonl.\n" in found.stderr
     assert "mock" not in found.stderr

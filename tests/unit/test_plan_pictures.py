@@ -19,8 +19,9 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import Machines, RankGrid, machines
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.timeline import kept_over_time, timeline
-from tests.support.commands import ROOT, mtrain
+from tests.support.commands import ROOT
 from tests.support.configs import LAPTOP
+from tests.support.launched import light
 
 
 def run_of(*words: str) -> RunConfig:
@@ -247,7 +248,7 @@ def test_plan_pictures_cut_schedule_ends_with_last_micro_batch(tmp_path: Path) -
         "data=mock",
         "trainer.global_batch_size=256",
     ]
-    done = mtrain("plan", *words, "trainer.micro_batch_size=1", "--html", str(page), cwd=ROOT)
+    done = light("plan", *words, "trainer.micro_batch_size=1", "--html", str(page), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     picture = page.read_text().partition("<h2>Pipeline schedule</h2>")[2].partition("</svg>")[0]
     numbers = {

@@ -17,7 +17,7 @@ from mtrain.data.chats.messages import parse_chat, parse_pair
 from mtrain.data.image_text import parse_record
 from mtrain.errors import CorruptData
 from tests.support.chats import CHATML, chats_file, folder_of, template_of, turns
-from tests.support.commands import mtrain
+from tests.support.launched import light
 
 SMALL = (
     "model.num_layers=2 model.vocab_size=700 data.seq_length=128 data.split=[1,0,0]"
@@ -88,7 +88,7 @@ def test_record_excluded_answer_has_no_loss(home: Path, tmp_path: Path) -> None:
         f"data.tokenizer={home}/plain/tokenizer.json",
         *SMALL.split(),
     ]
-    done = mtrain("data", "preview", *words, f"data.cache_dir={tmp_path}/cache", cwd=tmp_path)
+    done = light("data", "preview", *words, f"data.cache_dir={tmp_path}/cache", cwd=tmp_path)
     learned = re.findall(r" loss  +(.*)", done.stdout)
     assert done.returncode == 0, done.stderr
     assert "".join(learned).replace("|", "") == "four<im_end>"

@@ -20,8 +20,8 @@ from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError
 from mtrain.loading import initial_weights
 from mtrain.recipes.delta import unequal
-from tests.support.commands import mtrain
 from tests.support.configs import LAPTOP, within_a_second
+from tests.support.launched import light
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -60,7 +60,7 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("config", [LLAMA, QWEN, MIXTRAL], ids=lambda config: config["model_type"])
 def test_start_model_comes_from_weights_folder(config: dict[str, Any], tmp_path: Path) -> None:
     folder(tmp_path / "their.model", config)
-    done = mtrain("show", "checkpoint.init_from=their.model", *OPTIONS.split(), cwd=tmp_path)
+    done = light("show", "checkpoint.init_from=their.model", *OPTIONS.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows: dict[str, str] = {}
     for line in done.stdout.splitlines():
@@ -126,7 +126,7 @@ def test_start_other_chosen_model_names_each_key(
 ) -> None:
     folder(tmp_path / "hf", LLAMA)
     for verb in (["check"], []):
-        done = mtrain(
+        done = light(
             *verb, "model=llama_tiny", "checkpoint.init_from=hf", *OPTIONS.split(), cwd=tmp_path
         )
         assert done.returncode == 2
@@ -179,7 +179,7 @@ def test_start_indivisible_heads_use_one_cpu_rank(tmp_path: Path) -> None:
 def test_start_folder_without_weights_is_refused(tmp_path: Path) -> None:
     hf = folder(tmp_path / "hf", LLAMA)
     (hf / "model.safetensors").unlink()
-    done = mtrain("check", "checkpoint.init_from=hf", *OPTIONS.split(), cwd=tmp_path)
+    done = light("check", "checkpoint.init_from=hf", *OPTIONS.split(), cwd=tmp_path)
     assert done.returncode == 4
     assert "neither model.safetensors.index.json nor model.safetensors" in done.stderr
 

@@ -8,7 +8,8 @@ import pytest
 
 from mtrain import units
 from mtrain.plan.tune.words import PARTS
-from tests.support.commands import ROOT, mtrain
+from tests.support.commands import ROOT
+from tests.support.launched import light
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_units_long_duration_is_in_days(seconds: float, said: str) -> None:
 
 
 def test_units_plan_uses_devices_days_and_hours() -> None:
-    done = mtrain("plan", "recipe=llama3/70b_h100x64", cwd=ROOT)
+    done = light("plan", "recipe=llama3/70b_h100x64", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert " on 64 x h100\n" in done.stdout
     assert re.search(r"tokens: \d+ days, \d\d\.\dk GPU hours", done.stdout)
@@ -60,7 +61,7 @@ def test_units_cluster_counts_in_devices() -> None:
 
 
 def test_units_time_parts_use_shorter_units() -> None:
-    done = mtrain("tune", "model=llama32_1b", "cluster=h100x8", cwd=ROOT)
+    done = light("tune", "model=llama32_1b", "cluster=h100x8", cwd=ROOT)
     assert "less time for " in done.stdout
     assert not re.search(
         rf"\b(less|more) ({'|'.join(map(re.escape, PARTS.values()))})", done.stdout

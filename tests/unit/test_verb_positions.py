@@ -10,7 +10,7 @@ from mtrain import __version__
 from mtrain.cli.main import main
 from mtrain.cli.parsing import parse
 from mtrain.errors import ConfigError
-from tests.support.commands import mtrain
+from tests.support.launched import light
 from tests.support.tables import tables
 
 TABLES = tables("verb_positions")
@@ -90,7 +90,7 @@ def test_verb_unknown_is_named_not_dropped(
 
 
 def test_verb_settings_before_check_start_nothing(tmp_path: Path) -> None:
-    found = mtrain("data=indexed", "data.path=nowhere/corpus", "check", cwd=tmp_path)
+    found = light("data=indexed", "data.path=nowhere/corpus", "check", cwd=tmp_path)
     assert found.returncode == 2
     assert "MT306" in found.stderr
     assert not list(tmp_path.iterdir())
