@@ -30,6 +30,7 @@ from mtrain.mcore import import_core
 from tests.support import tiny
 from tests.support.captured import let_capture
 from tests.support.forked import RankFailed, import_engine, run_alone, run_ranks
+from tests.support.offloading import let_offload
 from tests.support.runs import tiny_run, train_steps
 from tests.support.tiny import FINE
 
@@ -457,6 +458,20 @@ def _refilled_outputs() -> str:
     return _train(recompute_granularity="selective", recompute_modules=["layernorm"])
 
 
+def _evaluated_offload() -> str:
+    """Train, evaluate and train again, with activations that wait in host memory."""
+    let_offload()
+    tiny.start_world()
+    modules = {"offload_modules": ["core_attn", "attn_proj"], "min_offloaded_tensor_size": 1}
+    cfg = tiny.config(fine_grained_activation_offloading=True, **modules)
+    net = tiny.model(cfg)
+    tiny.accumulate_gradients(net, cfg, number=3)
+    with torch.no_grad():
+        tiny.accumulate_gradients(net.eval(), cfg, number=2, forward_only=True)
+    tiny.accumulate_gradients(net.train(), cfg, number=3)
+    return FINE
+
+
 def _trains_as_without(optim: dict[str, Any] | None = None, **parallel: Any) -> str:
     """Compare losses and norms of a run with these keys of `parallel` and `optim` with a
     plain run.
@@ -574,6 +589,7 @@ CASES: dict[str, Case] = {
     "captured-inputs": Case(_captured_inputs, "norm .* instead of"),
     "short-groups": Case(_short_groups, "IndexError: index 3 is out of range"),
     "refilled-outputs": Case(_refilled_outputs, "RuntimeError: Ninja is required"),
+    "evaluated-offload": Case(_evaluated_offload, "AssertionError: Chunk mismatch"),
     "offloaded-shards": Case(
         lambda: _trains_as_without({"cpu_offload": 0.5}, distributed_optimizer=True),
         "non-leaf Tensor",

@@ -137,29 +137,33 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return drawn[:, :-1].contiguous(), positions, drawn[:, 1:].contiguous()
 
 
-def accumulate_gradients(chunk: Any, cfg: Any, finalize: Any = None) -> float:
-    """Run one forward and backward over `batch()` by megatron-core's schedule and finalise
-    gradients; return the mean loss.
+def accumulate_gradients(
+    chunk: Any, cfg: Any, finalize: Any = None, *, number: int = 1, forward_only: bool = False
+) -> float:
+    """Run forward and backward over so many micro-batches, the first of which is `batch()`, by
+    megatron-core's schedule and finalise gradients; return the mean loss of the first.
     """
     from mtrain.mcore import api
-
-    def forward_step(data: Any, module: Any) -> Any:
-        tokens, positions, labels = data
-        return module(tokens, positions, None, labels=labels), partial(_mean_loss)
 
     cfg.finalize_model_grads_func = finalize or api.finalize_model_grads
     if hasattr(chunk, "zero_grad_buffer"):
         chunk.zero_grad_buffer()
     losses = api.get_forward_backward_func()(
-        forward_step_func=lambda it, m: forward_step(next(it), m),
-        data_iterator=iter([batch()]),
+        forward_step_func=forward_step,
+        data_iterator=iter([batch(seed) for seed in range(number)]),
         model=chunk,
-        num_microbatches=1,
+        num_microbatches=number,
         seq_length=TOKENS,
         micro_batch_size=BATCH,
-        forward_only=False,
+        forward_only=forward_only,
     )
     return float(losses[0]["loss"])
+
+
+def forward_step(batches: Any, module: Any) -> Any:
+    """Return the losses of the next batch, and the function that averages them."""
+    tokens, positions, labels = next(batches)
+    return module(tokens, positions, None, labels=labels), partial(_mean_loss)
 
 
 def gradients(chunk: Any) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ def test_config_defaults_70b_on_64_gpus_suits_a_cluster() -> None:
         ),
         "trainer.micro_batch_size": (
             1,
-            "resolved from cluster h100, 80 GiB: not even this fits by itself",
+            "resolved from cluster h100, 80 GiB: the smallest, as none fits without recomputation",
         ),
         **{
             f"parallel.recompute.{key}": (

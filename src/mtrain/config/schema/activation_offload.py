@@ -15,7 +15,7 @@ _THERE = "parallel.activation_offload.modules"
 class ActivationOffloadConfig(Section):
     """`parallel.activation_offload`: inputs of modules that are kept in host memory until the
     backward. On GPUs, with TransformerEngine's layers; mtrain validates it and passes it to
-    megatron-core, but has run it on no GPU yet.
+    megatron-core. Tests on a CPU compare numbers and lifetimes; it has run on no GPU yet.
     """
 
     modules: Annotated[

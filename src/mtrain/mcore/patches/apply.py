@@ -87,6 +87,7 @@ PATCHES: tuple[Patch, ...] = (
     recompute.captured_inputs,
     recompute.short_groups,
     recompute.refilled_outputs,
+    recompute.evaluated_offload,
     optimizer.offloaded_shards,
     optimizer.offloaded_main_weights,
     optimizer.offloaded_copies,

@@ -1,4 +1,6 @@
-"""Patches of recomputation and of CUDA graphs, which replay a forward."""
+"""Patches of recomputation, of CUDA graphs, which replay a forward, and of activations that wait
+in host memory.
+"""
 
 from __future__ import annotations
 
@@ -169,3 +171,36 @@ def _refill(output: Tensor, again: Tensor) -> None:
     memory = again.untyped_storage()
     output.untyped_storage().resize_(memory.nbytes())
     output.untyped_storage().copy_(memory)
+
+
+@patch(
+    "evaluated-offload",
+    "pipeline_parallel/schedules.py:687",
+    "Forwards of an evaluation count among those whose activations go to host memory, and are"
+    " never taken back: AssertionError, 'Chunk mismatch', in the first backward after it.",
+    "everywhere",
+    UNTIL_0_16,
+    "#3739",
+)
+def evaluated_offload() -> None:
+    """Count and copy nothing in a forward that has no backward."""
+    cls = core(
+        "pipeline_parallel.fine_grained_activation_offload"
+    ).FineGrainedActivationOffloadingInterface
+    original = cls.__init__
+    begin = cls.init_chunk_handler
+    commit = cls.group_commit
+
+    def __init__(self: Any, offload: bool, tensor: Tensor, name: str) -> None:
+        original(self, offload and torch.is_grad_enabled(), tensor, name)
+
+    def init_chunk_handler(*args: Any, **kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            begin(*args, **kwargs)
+
+    def group_commit(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return commit(tensor, *args, **kwargs) if torch.is_grad_enabled() else tensor
+
+    cls.__init__ = __init__
+    cls.init_chunk_handler = staticmethod(init_chunk_handler)
+    cls.group_commit = staticmethod(group_commit)

@@ -25,6 +25,7 @@ from mtrain.units import GIB, bytes_, devices, number_of
 
 Values = Mapping[str, Any]
 AUTO = "parallel.auto"
+GRANULARITY = "parallel.recompute.granularity"
 BATCH = "trainer.global_batch_size"
 # Where nothing fits, tune tries so many times the machines, and names the first that suffices.
 MORE = (2, 4, 8, 16)
@@ -37,6 +38,8 @@ def said_of(
     null.
     """
     known = {key: value_at(run, key) for key in (*KEYS, *SPLIT)}
+    if known[GRANULARITY] == "auto":
+        known[GRANULARITY] = None
     mine = {k: v for k, v in known.items() if origins.get(k, DEFAULT) != DEFAULT and v is not None}
     kept = {k: v for k, v in mine.items() if not command_line or origins[k] == COMMAND_LINE}
     return kept | (
@@ -73,7 +76,7 @@ def search(
         rule = "the family does not say what its layers compute"
         fix = "parallel=tp2pp2, or a family that says so"
         raise ConfigError([Problem("MT254", "model.family", run.model.family, rule, fix)])
-    memory = run.cluster.device_memory_gib
+    memory = run.parallel.recompute.budget_gib or run.cluster.device_memory_gib
     task = Task(raw, resolved, said, None if memory is None else int(memory * GIB))
     return Search(task, run).best(number), task
 
