@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mtrain.config.schema.rope_scaling import RopeScalingConfig
 from mtrain.train.generate.request import END, LENGTH, Sampling
 from tests.support.covering import some
 from tests.support.forked import run_ranks
@@ -36,8 +37,17 @@ CASES: dict[str, dict[str, Any]] = {
         "add_bias_linear": True,
     },
     "capped scores": {"attn_logit_softcapping": 5.0},
+    "scaled embeddings and frequencies": {
+        "scale_embedding": True,
+        "rope_scaling": RopeScalingConfig(
+            rope_type="llama3", factor=4.0, original_max_position_embeddings=16
+        ),
+    },
 }
 READS_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+"""Operations that wait for a number of the device."""
+MAKES_ON_HOST = ("lift_fresh",)
+"""Operations that make a tensor of numbers of the host, which a device has to wait for."""
 
 
 @contextmanager
@@ -92,7 +102,9 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in READS_HOST:
-            raise RuntimeError(f"{func} reads a value on the host")
+            raise RuntimeError(f"{func} reads a value")
+        if name in MAKES_ON_HOST:
+            raise RuntimeError(f"{func} copies a value")
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         plain = [x for x in tree_leaves((args, kwargs)) if isinstance(x, int | float | bool)]
         places = [t.data_ptr() for t in tensors if t.untyped_storage().data_ptr() in self.old]
@@ -114,6 +126,8 @@ def _recorded(run: Any, sampling: Sampling, fault: str) -> list[list[Any]]:
         def faulty(logits: Any, *given: Any) -> Any:
             if fault == "reads a value":
                 taken.append(int(logits.argmax()))
+            if fault == "copies a value":
+                logits = logits + torch.tensor([1.0])
             if fault == "grows":
                 taken.append(1)
                 logits = torch.cat([logits, logits[:, : len(taken)]], -1)
@@ -148,14 +162,16 @@ def test_decoder_steps_issue_the_same_work(name: str, sampling: Sampling) -> Non
     assert first == second
 
 
-@pytest.mark.parametrize("fault", ["reads a value", "grows", "a number of the host"])
+@pytest.mark.parametrize(
+    "fault", ["reads a value", "copies a value", "grows", "a number of the host"]
+)
 def test_decoder_work_of_the_host_is_found(fault: str) -> None:
     try:
         ((first, second),) = run_ranks(1, _recorded, tiny_run(), GREEDY, fault)
-        found = "another step" if first != second else ""
+        found = "not the same step" if first != second else ""
     except Exception as error:
         found = str(error)
-    assert ("reads a value on the host" if fault == "reads a value" else "another step") in found
+    assert (fault if "value" in fault else "not the same step") in found
 
 
 def _captured(run: Any, fails: bool) -> Any:

@@ -6,6 +6,7 @@ sum of ones stays at 256. On CUDA it adds in fp32 by itself.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -72,6 +73,11 @@ def _needs_lookup(weight: Tensor) -> bool:
     return weight.is_cpu and weight.dtype in (torch.bfloat16, torch.float16)
 
 
+@functools.cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype))
+
+
 class WordEmbedding(VocabParallelEmbedding):
     """megatron-core's embedding of tokens, each tensor-parallel rank with a part of the vocabulary.
 
@@ -91,7 +97,7 @@ class WordEmbedding(VocabParallelEmbedding):
         if self.scale is None:
             return found
         # Gemma was trained with the scale in bf16, where the root of 3072 is 55.5.
-        return found * torch.tensor(self.scale, dtype=self.weight.dtype).item()
+        return found * _rounded(self.scale, self.weight.dtype)
 
     def _rows(self, input_: Tensor) -> Tensor:
         fuses = self.fuses and torch.is_grad_enabled() and adds_to_main_grad(self.weight)

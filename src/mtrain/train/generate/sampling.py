@@ -50,7 +50,7 @@ def limited(logits: Tensor, sampling: Sampling) -> Tensor:
         before = probabilities.cumsum(-1) - probabilities
         left_out = before >= sampling.top_p
         # The most likely token may exceed top_p by itself.
-        left_out[..., 0] = False
+        left_out[..., :1].fill_(False)
         places = torch.zeros_like(left_out).scatter(-1, order, left_out)
         logits = logits.masked_fill(places, -torch.inf)
     if sampling.min_p > 0:
