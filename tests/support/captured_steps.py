@@ -99,9 +99,9 @@ def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
         world = stack.enter_context(fake_world.silent_world(run, 0, META))
         # megatron-core is adapted from here on.
         from mtrain.train import assemble
-        from tests.support.captured_steps_faults import seeded
         from mtrain.train.loop import step as steps
         from mtrain.train.loop.prefetch import Batch, to_device
+        from tests.support.captured_steps_faults import seeded
 
         for fault in faults:
             stack.enter_context(seeded(fault))
