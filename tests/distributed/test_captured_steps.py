@@ -1,7 +1,7 @@
-"""Every family and format that ships is captured in CUDA graphs, or refused by the code of a rule.
+"""Every family and format that ships is captured in CUDA graphs, or refused by a rule's code.
 
-What a graph would keep is recorded without a GPU (`tests/support/captured_steps.py`), over two steps
-of two micro-batches with an evaluation between them.
+What a graph would keep is recorded without a GPU (`tests/support/captured_steps.py`), over two
+steps of two micro-batches with an evaluation between them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ EXPERTS = [name for name, codes in REFUSED.items() if "MT413" in codes]
 FORMATS: dict[str, dict[str, list[str]]] = {
     "fp16": {"full_iteration": ["MT416"]},
     # TransformerEngine's formats, without it and on this device.
-    "fp8_delayed": dict.fromkeys(IMPLS, ["MT442"]),
-    "mxfp8": dict.fromkeys(IMPLS, ["MT442", "MT443"]),
-    "nvfp4": dict.fromkeys(IMPLS, ["MT442", "MT443"]),
+    "fp8_delayed": {impl: ["MT442"] for impl in IMPLS},
+    "mxfp8": {impl: ["MT442", "MT443"] for impl in IMPLS},
+    "nvfp4": {impl: ["MT442", "MT443"] for impl in IMPLS},
 }
 """Format -> what captures it -> the codes that refuse that."""
 

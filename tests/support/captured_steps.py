@@ -99,9 +99,9 @@ def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
         world = stack.enter_context(fake_world.silent_world(run, 0, META))
         # megatron-core is adapted from here on.
         from mtrain.train import assemble
-        from tests.support.captured_steps_faults import seeded
         from mtrain.train.loop import step as steps
         from mtrain.train.loop.prefetch import Batch, to_device
+        from tests.support.captured_steps_faults import seeded
 
         for fault in faults:
             stack.enter_context(seeded(fault))
@@ -119,6 +119,8 @@ def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
         # Some code asks a tensor for CUDA, and not for its device.
         cuda = property(lambda tensor: tensor.is_meta)
         stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", cuda))
+        # As `get_device` of a tensor without memory.
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=-1))
         with META:
             context = assemble.assemble(run, world, assemble.splits_of(run), drawn=False)
         read = context.train_data.microbatches(0, run.trainer.batch)

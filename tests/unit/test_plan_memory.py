@@ -127,3 +127,22 @@ def test_plan_memory_experts_quantise_jointly_when_freed() -> None:
     run = load(words.split(), Machine(64, 1 << 42), {}, to_run=False).run
     fc1 = 8 * 2 * run.model.moe.ffn_hidden_size * run.model.hidden_size  # type: ignore[union-attr]
     assert worst_stage(run).parts["low_precision"] == 2 * fc1
+
+
+def _graphs(impl: str, *more: str) -> int:
+    shape = "model=llama32_1b data=mock data.seq_length=4096 trainer.micro_batch_size=1"
+    words = f"{shape} cluster=h200 cluster.devices_per_node=1 parallel=single"
+    run = load([*words.split(), f"trainer.cuda_graph_impl={impl}", *more], LAPTOP, {}).run
+    stage = worst_stage(run)
+    assert stage.peak == sum(stage.parts.values())
+    return stage.parts["graphs"]
+
+
+def test_plan_memory_graphs_have_pools_of_their_own() -> None:
+    assert _graphs("none") == 0
+    whole = _graphs("full_iteration", "trainer.eval_iters=1")
+    steps = _graphs("full_iteration", "trainer.eval_iters=0")
+    # An evaluation has a graph, and so a pool, of its own; a step has copies of its samples.
+    assert whole > 2 * steps > 0
+    # Layers and the loss between them share no memory.
+    assert _graphs("local") > 0

@@ -21,6 +21,7 @@ COLOURS = {
     "loss": "#bb4477",
     "recompute": "#cc6644",
     "working": "#eebb44",
+    "graphs": "#55aaaa",
     "communication": "#8866bb",
     "context": "#777788",
     "reserve": "#aaaabb",

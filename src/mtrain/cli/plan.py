@@ -31,6 +31,7 @@ HEADS = {
     "loss": "loss",
     "recompute": "again",
     "working": "work",
+    "graphs": "graphs",
     "communication": "comm",
     "context": "context",
     "reserve": "reserve",

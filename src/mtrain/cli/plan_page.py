@@ -34,6 +34,7 @@ WIDE = 790
 # parts of the memory that do not change in a step, from below
 STANDING = (
     "context",
+    "graphs",
     "communication",
     "reserve",
     "weights",

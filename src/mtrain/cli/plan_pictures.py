@@ -32,6 +32,7 @@ LETTERS = {
     "loss": "L",
     "recompute": "R",
     "working": "w",
+    "graphs": "g",
 }
 STAGES_DRAWN = 32
 

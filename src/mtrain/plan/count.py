@@ -18,6 +18,7 @@ from mtrain.models.count import (
 from mtrain.models.registry import family_of
 
 __all__ = [
+    "TOKEN_BYTES",
     "active_parameters",
     "adapter_parameters",
     "expert_parameters",
@@ -27,6 +28,10 @@ __all__ = [
     "parameters",
     "state_bytes",
 ]
+
+# Bytes of a token of a batch: 8 each for its id, label and position, 4 for its weight in the
+# loss.
+TOKEN_BYTES = 28
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:

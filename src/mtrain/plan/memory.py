@@ -23,7 +23,7 @@ from mtrain.layout.stages import held_stages
 from mtrain.models.graph import kept
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
-from mtrain.plan.count import parameters, state_bytes
+from mtrain.plan.count import TOKEN_BYTES, parameters, state_bytes
 from mtrain.plan.fits import cheapest, over
 from mtrain.units import GIB, bytes_, count, number_of
 
@@ -34,9 +34,6 @@ MOST_PARAMETERS = 10**15
 MOST_BYTES = 1 << 46
 # Memory of a CPU rank on top of the model: a forked interpreter with torch.
 RANK_BYTES = 300 << 20
-# Bytes of a token of a batch: 8 each for its id, label and position, 4 for its weight in the
-# loss.
-TOKEN_BYTES = 28
 
 
 def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:

@@ -22,6 +22,7 @@ from mtrain.models.parts import m_rows
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
+from mtrain.plan.count import TOKEN_BYTES
 from mtrain.plan.schedule import most_in_flight
 from mtrain.plan.states import States, rank_states
 from mtrain.plan.weights import stage_weights
@@ -60,6 +61,7 @@ PARTS = (
     "loss",
     "recompute",
     "working",
+    "graphs",
     "communication",
     "context",
     "reserve",
@@ -79,6 +81,10 @@ HOW = {
     "working": (
         "reasoned: gradients on their way and what an operation needs, or logits of a part of the"
         " tokens"
+    ),
+    "graphs": (
+        "reasoned: pools of CUDA graphs, which no other operation uses meanwhile, and copies of what"
+        " graphs read and return"
     ),
     "communication": "reasoned: what is gathered or sent on top of that",
     "context": (
@@ -138,6 +144,7 @@ class StageMemory:
             "optimizer": s.most_optimizer_bytes,
             "low_precision": self._low_precision(),
             **moment,
+            "graphs": 0 if on_host else self._graphs(),
             "communication": self._communication(),
             "context": context_bytes(self.rank),
         }
@@ -170,6 +177,29 @@ class StageMemory:
             "working": peak.transient,
         }
         return forward, backward
+
+    def _graphs(self) -> int:
+        """Return the bytes that CUDA graphs take on top of what the same step takes without them.
+
+        The memory of a graph stays with it. A step that is captured whole, and an evaluation, have a
+        pool each, and copies of their samples. Layers share a pool; what runs between them cannot
+        use it, so the peak of the loss comes on top of that of the layers, and gradients of a
+        layer's weights are copied out.
+        """
+        t = self.run.trainer
+        if t.cuda_graph_impl == "none":
+            return 0
+        highest = max(map(forwards, self.chunks), default=0)
+        if t.cuda_graph_impl == "full_iteration":
+            samples = t.batch // self.run.parallel.dp * self.run.data.length * TOKEN_BYTES
+            if not t.eval_iters:
+                return samples
+            return 2 * samples + max(self._loss_work(), highest)
+        peak = self._backward.peak
+        layers = max(highest, max(0, peak.held) + peak.transient)
+        apart = self.in_flight[0] + layers + self._loss_work()
+        copied = max(self._layer_weights().values(), default=0) * self.rank.element
+        return max(0, apart - sum(self._peak.values())) + copied
 
     def _waiting(self) -> int:
         """Return the bytes of the gradient of a table that a chunk reads at both ends, which is

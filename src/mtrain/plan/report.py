@@ -221,8 +221,8 @@ def notes(run: RunConfig) -> list[str]:
         )
     if run.trainer.cuda_graph_impl != "none":
         out.append(
-            "CUDA graphs are left out: launches take their time, and graphs have no memory of"
-            " their own"
+            "CUDA graphs: launches take the time that they take without, and the nodes of graphs no"
+            " memory; their pools are counted"
         )
     if run.parallel.activation_offload.modules:
         out.append(

@@ -129,16 +129,16 @@ class UnresolvedTrainer(Section):
     ] = "none"
     """What is captured into CUDA graphs after some steps, and launched as one from then on: parts
     of layers, by megatron-core (local) or TransformerEngine, or the forward and backward of a whole
-    step (full_iteration). On GPUs only; mtrain validates it and passes it to megatron-core, but has
-    captured it on no GPU yet.
+    step (full_iteration). On GPUs only. An H200 has trained with local; every family and format is
+    recorded without a GPU, and captured or refused.
     """
     cuda_graph_modules: Annotated[
         tuple[GraphModule, ...] | None,
         Key(when="trainer.cuda_graph_impl=local|transformer_engine", effect=Effect.PARALLELISM),
     ] = Field(default=None, strict=False)
     """local, transformer_engine: the captured parts of a layer; null: whole layers. moe is a
-    layer's experts, padded to their capacity; moe_router and moe_preprocess are the work before
-    tokens are exchanged.
+    layer's experts, padded to their capacity; moe_router and moe_preprocess, of transformer_engine,
+    are the work before tokens are exchanged.
     """
     cuda_graph_warmup_steps: Annotated[
         PositiveInt | None,

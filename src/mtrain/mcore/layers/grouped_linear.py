@@ -187,11 +187,15 @@ class _GroupedLinear(nn.Module):
         gradients to them at once.
 
         megatron-core's FSDP gathers such buffers when they are read, and a hook wants to see the
-        gradient.
+        gradient. A replayed graph of a layer says only with `gradient_accumulation_fusion` that
+        nothing is left to add.
         """
         weights = self._each("weight")
+        config = self._config
+        captured = config.cuda_graph_impl != "none"
         if (
             self.impl != "triton"
+            or (captured and not config.gradient_accumulation_fusion)
             or not torch.is_grad_enabled()
             or not all(map(_has_buffer, weights))
         ):
