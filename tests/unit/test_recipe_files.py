@@ -78,7 +78,7 @@ def test_recipe_show_prints_as_written(run: Run) -> None:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", some_recipes(NAMES))
 def test_recipe_resolved_is_one_equivalent_file(run: Run, name: str, tmp_path: Path) -> None:
     (tmp_path / "whole.yaml").write_text(run("recipe", "show", name, "--resolved")[1])
