@@ -47,7 +47,7 @@ UNFIT_FOR_TP2["granite4_h_350m"].append("trainer.global_batch_size=1")
 UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_choice_sets_only_its_group(group: str, choice: str) -> None:
     composed = compose([f"{group}={choice}"])
@@ -60,7 +60,7 @@ def test_choice_sets_only_its_group(group: str, choice: str) -> None:
     assert changed == {group}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_choice_passes_check_with_defaults(group: str, choice: str) -> None:
     """What a machine or a user still has to bring is a warning; a run is refused for it, and for
@@ -113,7 +113,7 @@ def test_choice_root_has_only_defaults_with_self_first() -> None:
     assert [next(iter(entry)) for entry in values["defaults"][1:]] == list(GROUPS)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("model", choices_of_group("model"))
 def test_choice_model_named_as_its_file(model: str) -> None:
     assert compose([f"model={model}"]).run.model.name == model

@@ -50,6 +50,7 @@ def _steps(run: RunConfig, *, by_torch: bool = False) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_label_smoothing_layout_equals_torch(layout: str) -> None:
     import_engine()

@@ -179,7 +179,7 @@ MEETS: dict[str, Met] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MEETS)
 def test_command_prints_what_is_right(name: str, tmp_path: Path) -> None:
     met = MEETS[name]

@@ -117,6 +117,7 @@ def test_families_other_model_is_refused_by_key(name: str) -> None:
     assert key in run_ranks(1, compare, case)[0].refused
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_missing_key_takes_transformers_default(kind: str) -> None:
     needed = {"num_experts_per_tok": 6} if kind == "deepseek_v2" else {}

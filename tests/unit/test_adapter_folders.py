@@ -40,6 +40,7 @@ def refused(folder: Path, **more: Any) -> str:
     return ""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "more",
     [

@@ -208,6 +208,7 @@ ODD: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("key", ODD)
 def test_bert_unsupported_is_refused(key: str) -> None:
     assert {limit.key for limit in limits("bert")} == ODD.keys()
@@ -215,6 +216,7 @@ def test_bert_unsupported_is_refused(key: str) -> None:
     assert ("MT248", key) in {(p.code, p.path) for p in errors(run)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "code", "fix"),
     TABLES["refusals"],

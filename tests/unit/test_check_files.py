@@ -95,6 +95,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_check_inconsistent_token_files_are_refused(name: str, tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "tokens")
@@ -108,6 +109,7 @@ def test_check_inconsistent_token_files_are_refused(name: str, tmp_path: Path) -
     assert error.exit_code == CorruptData.exit_code
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "shares", [(0.96, 0.03, 0.01), (0.5, 0.5, 0.0), (1.0, 0.0, 0.0), (0.2, 0.1, 0.7)]
 )
@@ -159,6 +161,7 @@ def test_check_large_token_ids_name_needed_vocabulary(
     load([*words, "model.vocab_size=5000"], LAPTOP, {})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "text",
     [

@@ -33,6 +33,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "argv",
     [
@@ -101,6 +102,7 @@ def test_config_files_dash_reads_bounded_stdin(
         assert word in "".join(capsys.readouterr())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "verb", [["check", "recipe={}"], ["check", "run={}"], ["recipe", "import", "{}"]], ids=str
 )

@@ -26,6 +26,7 @@ def validated(tmp_path: Path, text: str) -> list[Problem]:
     return list(caught.value.problems)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "code", "path"),
     TABLES["beyond_data"],

@@ -465,7 +465,7 @@ def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
     return set()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
     "choice",

@@ -159,6 +159,7 @@ def test_cuda_graphs_valid_combination_is_accepted(words: str) -> None:
     assert _refused(words) == set()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("words", "code", "path"), BAD)
 def test_cuda_graphs_unsupported_is_refused(words: str, code: str, path: str) -> None:
     assert (code, path) in _refused(words)

@@ -124,6 +124,7 @@ def test_device_defaults_minutes_become_predicted_steps() -> None:
     assert in_steps(loaded("").run) == loaded("").run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "rate", "batch", "source"),
     [

@@ -51,6 +51,7 @@ def _first(*words: str) -> Problem:
     return _found(*words)[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("words", "fix"),
     TABLES["kept"],

@@ -81,6 +81,7 @@ def test_help_after_overrides_is_of_the_verb(capsys: pytest.CaptureFixture[str])
     assert "deepseek_v3" not in overview, "choices are behind `choices`"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "line"), EXAMPLES, ids=[words for _, words in EXAMPLES])
 def test_help_examples_are_read_as_written(name: str, line: str) -> None:
     call = parse(shlex.split(line))

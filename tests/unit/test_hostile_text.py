@@ -178,6 +178,7 @@ def test_hostile_text_export_keeps_escapes_of_script(shown: Shown, tmp_path: Pat
     assert f"\n{value}\n" in told.stdout.decode()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("text", "fix"),
     [

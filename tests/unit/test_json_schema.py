@@ -52,13 +52,13 @@ def test_json_schema_is_valid(kind: str) -> None:
             Draft7Validator(json_schema(kind)).validate(load(file).values)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
 def test_json_schema_fits_every_shared_recipe(file: Path) -> None:
     assert errors(load(file).values, json_schema("recipe")) == []
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
 def test_json_schema_fits_every_group_file(file: Path) -> None:
     values = {key: value for key, value in load(file).values.items() if key != "defaults"}
@@ -85,6 +85,7 @@ def test_json_schema_accepts_what_loader_accepts(run: RunConfig) -> None:
     assert errors(run.to_dict(), json_schema("run")) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "text",
     [

@@ -23,6 +23,7 @@ def errors(words: str) -> list[Problem]:
     return [p for p in validated(words.split()) if p.severity == "error"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "code", "path"),
     TABLES["huge"],

@@ -57,7 +57,7 @@ def _pairs() -> list[Any]:
     ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("model", "layout"), _pairs())
 def test_shrink_models_are_valid_in_every_layout(model: str, layout: str) -> None:
     words = [

@@ -44,6 +44,7 @@ REFUSED = {
     "MT246": RING,
     "it needs model.family=ring": ("model=llama_tiny", "model.ring={}"),
 }
+ACCEPTED = "accepted"
 EXPLAINED = {
     "Times that each layer is used.": ("model.ring.turns",),
     "Turns divide the layers.": ("RING001",),
@@ -62,18 +63,8 @@ def shown(installed: Path) -> dict[str, tuple[int, str]]:
     """The exit code and output of the command lines that only read, by the words looked for."""
     lines = {words: ("check", *argv) for words, argv in REFUSED.items()}
     lines |= {words: ("explain", *argv) for words, argv in EXPLAINED.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", EACH],
-        input=json.dumps([*lines.values()]),
-        env=environment(installed),
-        cwd=installed,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    codes = map(int, done.stdout.split())
-    texts = [(installed / str(number)).read_text() for number in range(len(lines))]
-    return dict(zip(lines, zip(codes, texts, strict=True), strict=True))
+    lines[ACCEPTED] = ("check", *RING, "model.ring={turns:2}")
+    return dict(zip(lines, launch(installed, *lines.values()), strict=True))
 
 
 def write(folder: Path, other: dict[str, str]) -> Path:
@@ -88,20 +79,24 @@ def environment(site: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def launch(site: Path, *argv: str) -> tuple[int, str]:
-    """Run a verb where the distribution is installed; the exit code and all output."""
+def launch(site: Path, *lines: tuple[str, ...]) -> list[tuple[int, str]]:
+    """Run verbs where the distribution is installed; the exit code and all output of each."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "launch.py"), *argv],
+        [sys.executable, "-c", EACH],
+        input=json.dumps(lines),
         env=environment(site),
+        cwd=site,
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
-    return done.returncode, done.stdout + done.stderr
+    codes = map(int, done.stdout.split())
+    texts = [(site / str(number)).read_text() for number in range(len(lines))]
+    return list(zip(codes, texts, strict=True))
 
 
-def test_plug_in_family_keys_are_accepted(installed: Path) -> None:
-    code, text = launch(installed, "check", *RING, "model.ring={turns:2}")
+def test_plug_in_family_keys_are_accepted(shown: dict[str, tuple[int, str]]) -> None:
+    code, text = shown[ACCEPTED]
     assert (code, text[:2]) == (0, "ok"), text
 
 
@@ -120,7 +115,7 @@ def test_plug_in_keys_and_codes_are_explained(shown: dict[str, tuple[int, str]])
 def test_plug_in_code_of_other_name_is_refused(tmp_path: Path) -> None:
     rules = FILES["ring_family/rules.py"].replace("RING001", "MT101")
     site = write(tmp_path, {"ring_family/rules.py": rules})
-    code, text = launch(site, "check", *RING, "model.ring={}")
+    ((code, text),) = launch(site, ("check", *RING, "model.ring={}"))
     assert code == 3
     assert "code MT101 of its rules is not RING and a number" in text
 
@@ -128,15 +123,16 @@ def test_plug_in_code_of_other_name_is_refused(tmp_path: Path) -> None:
 def test_plug_in_named_like_a_key_is_refused(tmp_path: Path) -> None:
     entry = FILES["ring-0.1.dist-info/entry_points.txt"].replace("ring =", "moe =")
     site = write(tmp_path, {"ring-0.1.dist-info/entry_points.txt": entry})
-    assert launch(site, "check", "model=llama_tiny")[0] == 0
-    code, text = launch(site, "check", "model=llama_tiny", "model.family=moe")
+    tiny = ("check", "model=llama_tiny")
+    (own, _), (code, text) = launch(site, tiny, (*tiny, "model.family=moe"))
+    assert own == 0
     assert code == 3
     assert "model.moe is a key of every model. Use another name" in text
 
 
 def test_plug_in_that_is_broken_hinders_own_models(tmp_path: Path) -> None:
     site = write(tmp_path, {"ring_family/config.py": "import nowhere"})
-    assert launch(site, "check", "model=llama_tiny")[0] == 0
-    code, text = launch(site, "check", *RING)
+    (own, _), (code, text) = launch(site, ("check", "model=llama_tiny"), ("check", *RING))
+    assert own == 0
     assert code == 3
     assert "ring_family.config.CONFIG does not load: No module named 'nowhere'" in text

@@ -101,6 +101,7 @@ def test_capture_records_each_launcher(
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "text",
     TABLES["own_environment"],

@@ -167,7 +167,7 @@ def test_hf_keys_rope_key_is_never_dropped_silently(
         )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("rope", ROPE, ids=lambda r: r["rope_type"])
 @pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind not in ("gpt2", "gemma3_text")])
 def test_hf_keys_transformers_4_and_5_agree(
@@ -214,6 +214,7 @@ def test_hf_keys_transformers_4_and_5_agree_on_two_bases(
         assert "rope_parameters" in flags(read(tmp_path, {**old, **odd}))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hf_keys_missing_key_is_class_default(kind: str, tmp_path: Path) -> None:
     whole = defaults(kind)
@@ -225,6 +226,7 @@ def test_hf_keys_missing_key_is_class_default(kind: str, tmp_path: Path) -> None
     assert found.run.model.head_dim == wanted.run.model.head_dim
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hf_keys_alias_equals_key(kind: str, tmp_path: Path) -> None:
     base = defaults(kind)

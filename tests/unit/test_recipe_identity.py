@@ -50,13 +50,14 @@ def marked(text: str) -> list[str]:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", some_recipes(RECIPES))
 def test_identity_shared_recipe_round_trips(name: str) -> None:
     run = resolved(f"recipe={name}")
     assert resolve(back(export_script(run)), LAPTOP).digest() == run.digest()
 
 
-@pytest.mark.sampled(6)  # sizes of one family say the same flags
+@pytest.mark.sampled(12)  # sizes of one family say the same flags
 @pytest.mark.parametrize("model", choices_of_group("model"))
 def test_identity_model_round_trips_through_flags(model: str) -> None:
     run = resolved(f"model={model}", "cluster=h100x64", "precision=bf16", "data=mock")

@@ -127,6 +127,7 @@ def test_record_included_answer_is_learned(flags: dict[str, Any], preview: Previ
     assert preview([corrected(**flags)])[1] == "WRONG<|im_end|>four<|im_end|>"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("chats", "words", "said"),
     [

@@ -43,6 +43,7 @@ def test_related_keys_unknown_setter_has_no_parentheses() -> None:
     assert Related("parallel.pp", 4, "command line").render() == "parallel.pp=4 (command line)"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "code", "keys"),
     TABLES["below"],

@@ -255,10 +255,10 @@ def test_rules_read_declared_keys_and_raise_declared_codes(
     configurations: list[RunConfig],
 ) -> None:
     read: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for run in configurations:
-        for asked in all_rules():
+    for asked in all_rules():
+        severities = {code.code: code.severity for code in asked.codes}
+        for run in configurations:
             reads: set[str] = set()
-            severities = {code.code: code.severity for code in asked.codes}
             for found in asked(watched(run, reads)):
                 assert found.code in severities, asked.name
                 assert found.severity == severities[found.code] or found.code in SOFTER, found

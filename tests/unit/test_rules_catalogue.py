@@ -21,7 +21,7 @@ H100: dict[str, Any] = {"cluster.device": "cuda", "cluster.devices_per_node": 1}
 FINE: list[dict[str, Any]] = TABLES["fine"]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("code", "change"), BROKEN, ids=lambda v: v if isinstance(v, str) else str(v)[:60]
 )

@@ -31,6 +31,7 @@ DELAYED = {
 BROKEN: list[tuple[str, str, dict[str, Any]]] = TABLES["broken"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("code", "words", "change"), BROKEN, ids=lambda v: str(v)[:40])
 def test_quantized_missing_requirement_has_working_fix(
     code: str, words: str, change: dict[str, Any]
