@@ -4,7 +4,7 @@
 
 mtrain's kernels are compiled for sm_90 and launched by a driver that launches nothing
 (`host_cost_driver.py`), so what is left of a step on tiny CPU tensors is the work of the host.
-Next to mtrain, transformers and layers of megatron-core alone train the same shapes in the same
+Next to mtrain, transformers and plain layers of megatron-core train the same shapes in the same
 process. Their kernels and all GEMMs really compute, on shapes where that takes about as long as
 the call takes the host on a GPU.
 

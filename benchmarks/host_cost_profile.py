@@ -1,4 +1,4 @@
-"""Where the host time of a layer goes: by package, by op and by module.
+"""The host time of a layer by package, function, op and module.
 
 Each of these instruments slows the host, each in another way, so shares count and sums exceed the
 time of `host_cost.py`.
@@ -284,20 +284,20 @@ class _Parts:
         self._since = (time.thread_time(), LAUNCHES.total)
 
     def enter(self, name: str) -> None:
-        """A module is called."""
+        """Note that a module is called."""
         if self.way == FORWARD:
             self._settle()
             self._stack.append(name)
             self.found[FORWARD, name].calls += 1
 
     def leave(self) -> None:
-        """A module returns."""
+        """Note that a module returns."""
         if self.way == FORWARD:
             self._settle()
             self._stack.pop()
 
     def arrive(self, name: str) -> None:
-        """The gradient of a module's output is there."""
+        """Note that the gradient of a module's output is there."""
         if self.way == BACKWARD:
             self._settle()
             self._stack = [name]
