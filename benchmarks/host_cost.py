@@ -4,7 +4,7 @@
 
 mtrain's kernels are compiled for sm_90 and launched by a driver that launches nothing
 (`host_cost_driver.py`), so what is left of a step on tiny CPU tensors is the work of the host.
-Next to mtrain, transformers and layers of megatron-core alone train the same shapes in the same
+Next to mtrain, transformers and plain layers of megatron-core train the same shapes in the same
 process. Their kernels and all GEMMs really compute, on shapes where that takes about as long as
 the call takes the host on a GPU.
 
@@ -26,6 +26,7 @@ import gc
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -42,7 +43,7 @@ import host_cost_profile
 from host_cost_marks import BACKWARD, FORWARD, Timer, between, observed
 from host_cost_models import KINDS, Contender
 
-WARM = 4
+WARM = 3
 """Steps of each contender before the first that counts."""
 PROFILED = 10
 """Steps of each profile."""
@@ -60,11 +61,11 @@ def main() -> int:
         print(table(kind, kinds[kind]), flush=True)
         for title in host_cost_profile.TITLES:
             for name, found in kinds[kind].get("profile", {}).items():
-                if title in found and (options.profile or name.startswith(OURS)):
+                if title in found:
                     print(host_cost_profile.as_text(name, title, found[title]), flush=True)
     if options.json:
         result = {"kinds": kinds, **circumstances()}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(as_json(result))
     return 0
 
 
@@ -100,6 +101,7 @@ def _options() -> argparse.Namespace:
 def prepare() -> None:
     """Set up one thread and the null driver, before anything imports `mtrain_kernels`."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["KINETO_LOG_LEVEL"] = "5"  # torch's profiler tells nothing but errors
     import torch
 
     torch.set_num_threads(1)
@@ -130,6 +132,7 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
             result["profile"] = {
                 one.name: host_cost_profile.tables(one, steps, functions=options.profile)
                 for one in contenders
+                if options.profile or one.name.startswith(OURS)
             }
         return result
 
@@ -142,16 +145,20 @@ def timed(contenders: list[Contender], rounds: int) -> dict[str, tuple[Timer, li
     found: dict[str, tuple[Timer, list[float]]] = {
         one.name: (Timer(len(between(one.layers, one.period))), []) for one in contenders
     }
+    gc.collect()
+    # What models hold is not garbage: without it a collection takes a millisecond, not 300.
+    gc.freeze()
+    gc.disable()
     for i in range(rounds):
         for contender in contenders[:: 1 - 2 * (i % 2)]:
             timer, steps = found[contender.name]
             gc.collect()
-            gc.disable()
             with observed(contender.layers, contender.period, timer):
                 begin = time.thread_time()
                 contender.step()
                 steps.append(time.thread_time() - begin)
-            gc.enable()
+    gc.enable()
+    gc.unfreeze()
     return found
 
 
@@ -194,6 +201,12 @@ def table(kind: str, result: dict[str, Any]) -> str:
         cells = [name, *(f"{time:,.0f}" for time in times), share, *launches]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
+
+
+def as_json(result: dict[str, Any]) -> str:
+    """Return the result as JSON, in which a row of a table has one line."""
+    text = json.dumps(result, indent=1) + "\n"
+    return re.sub(r"\{[^{}\[\]]*\}", lambda row: " ".join(row[0].split()), text)
 
 
 def circumstances() -> dict[str, Any]:

@@ -15,18 +15,18 @@ BACKWARD = "backward"
 
 
 class Observer(Protocol):
-    """What watches the layers of a step; `way` is forward or backward."""
+    """An observer of the layers of a step; `way` is forward or backward."""
 
     def begin(self, way: str) -> None:
-        """The first of the layers begins."""
+        """Note that the first of the layers begins."""
 
     def end(self, way: str) -> None:
-        """The last of the layers has ended."""
+        """Note that the last of the layers has ended."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What lies between the marks in one micro-batch, for one layer."""
+    """The work of one layer in one micro-batch."""
 
     us: float
     launches: float

@@ -58,7 +58,7 @@ class Kind:
     pattern: str = ""
     """Letters of `model.hybrid.pattern` that repeat; "" for layers that are all alike."""
     megatron: str | None = None
-    """Why megatron-core alone cannot train them here; None if it can."""
+    """Why plain megatron-core cannot train them here; None if it can."""
 
     @property
     def period(self) -> int:
@@ -182,7 +182,7 @@ def contenders(kind: Kind, layers: int, overrides: list[str]) -> Iterator[list[C
     from mtrain.api import load
     from mtrain.world.init import joined
 
-    layers = max(layers, 4 * kind.period) if kind.pattern else layers
+    layers = max(layers, 3 * kind.period)
     runs = {form: load(words_of(kind, layers, form, overrides)).run for form in FORMATS}
     plain = load(words_of(kind, layers, "bf16", [], kernels="reference")).run
     with joined(plain) as world:
@@ -303,7 +303,9 @@ def transformers(run: Any, kind: Kind) -> Contender:
     """Return transformers' model in an eager loop in bf16, with torch's fused AdamW."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_config(kind.config(run.model)).to(torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(0, run.model.vocab_size, (1, SEQUENCE))

@@ -79,7 +79,7 @@ def measured(contender):
 
 def launch(module, given, out):
     extra_kernel[(1,)](torch.ones(16), N=16)
-    torch.ones(16).exp_()
+    torch.ones(16).exp_()  # fills twice, with the operand of the kernel, and takes exponentials
 
 
 with contenders(KINDS["dense"], 4, []) as (ours, *_, theirs):
@@ -128,7 +128,7 @@ def test_host_cost_seeded_launch_is_reported(tmp_path: Path) -> None:
     seeded = found["seeded"]["forward"]
     assert plain["triton_launches"] > 0
     assert seeded["triton_launches"] == plain["triton_launches"] + 1
-    assert seeded["torch_launches"] == plain["torch_launches"] + 2
+    assert seeded["torch_launches"] == plain["torch_launches"] + 3
     assert (
         found["seeded"]["backward"]["triton_launches"]
         == (found["plain"]["backward"]["triton_launches"])
