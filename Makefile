@@ -44,7 +44,7 @@ $(ENGINE): $(STAMP)
 
 ENGINE_SAMPLE := $(addprefix tests/distributed/test_,$(addsuffix .py,engines engine_fields core_fields \
   adapter_patches later_releases builders hybrid_patterns convert_boxes layouts families resume \
-  batch_ramp generation mup device_keys captured_layers padding further_tokens)) \
+  batch_ramp generation mup device_keys captured_layers captured_parts captured_steps padding further_tokens)) \
   tests/distributed/test_fully_sharded.py::test_fully_sharded_layout_is_proven tests/unit/test_adapter_hook.py \
   tests/distributed/test_op_overrides.py::test_op_override_chunked_loss_trains_as_megatron \
   tests/distributed/test_auxiliary_outputs.py::test_auxiliary_outputs_layout_equals_all_logits \

@@ -152,7 +152,7 @@ def test_captured_steps_every_format_is_captured_or_refused() -> None:
 
 
 @pytest.mark.full
-def test_captured_steps_every_way_to_train_is_captured_or_refused() -> None:
+def test_captured_steps_every_way_is_captured_or_refused() -> None:
     assert _differences(CASES) == []
 
 

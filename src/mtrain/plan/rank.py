@@ -83,8 +83,8 @@ HOW = {
         " tokens"
     ),
     "graphs": (
-        "reasoned: pools of CUDA graphs, which no other operation uses meanwhile, and copies of what"
-        " graphs read and return"
+        "reasoned: pools of CUDA graphs, which nothing else can use, and copies of what graphs read"
+        " and return"
     ),
     "communication": "reasoned: what is gathered or sent on top of that",
     "context": (
@@ -181,10 +181,10 @@ class StageMemory:
     def _graphs(self) -> int:
         """Return the bytes that CUDA graphs take on top of what the same step takes without them.
 
-        The memory of a graph stays with it. A step that is captured whole, and an evaluation, have a
-        pool each, and copies of their samples. Layers share a pool; what runs between them cannot
-        use it, so the peak of the loss comes on top of that of the layers, and gradients of a
-        layer's weights are copied out.
+        The memory of a graph stays with it. A whole step and an evaluation have a pool each, and
+        copies of their samples. Layers share a pool; what runs between them cannot use it, so the
+        peak of the loss comes on top of that of the layers, and gradients of a layer's weights are
+        copied out.
         """
         t = self.run.trainer
         if t.cuda_graph_impl == "none":
