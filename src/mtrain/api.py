@@ -171,7 +171,7 @@ def generate(
     composed = load(
         [
             f"run={run_file(folder)}",
-            *beneath([*WITHOUT_DATA, *relaid(overrides)], list(overrides)),
+            *beneath([*WITHOUT_DATA, *relaid(folder, overrides)], list(overrides)),
         ]
     )
     configuration.say_replaced(composed)

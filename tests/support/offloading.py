@@ -1,4 +1,4 @@
-"""What copies of activations to host memory need of a GPU, where the CPU is the device: a flag of
+"""Parts of a GPU for copies of activations to host memory, where the CPU is the device: a flag of
 TransformerEngine, and streams that hold memory.
 """
 

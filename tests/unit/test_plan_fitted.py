@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from mtrain.config.compose.dump import run_yaml
+from mtrain.loading.checkpoints import relaid
 from mtrain.loading.configuration import Loaded, load
 from mtrain.plan.fits import SPARE
 from mtrain.plan.rank import worst_stage
@@ -99,3 +103,23 @@ def test_plan_fitted_budget_bounds_a_device() -> None:
     assert worst_stage(found.run).peak <= 60 * GIB
     none = loaded(f"{words}.granularity=none {words.split()[-1]}.budget_gib=60")
     assert "parallel.recompute.budget_gib is 60.0 GiB" in warned(none)[0]
+
+
+@pytest.mark.parametrize(("layers", "reset"), [(6, True), (None, False)])
+def test_plan_fitted_other_layout_chooses_layers_again(
+    layers: int | None, tmp_path: Path, *, reset: bool
+) -> None:
+    words = "model=llama3_70b parallel=tp4pp4 cluster=h100x64 parallel.recompute.granularity=full"
+    if layers:
+        words += f" parallel.recompute.method=block parallel.recompute.num_layers={layers}"
+    (tmp_path / "run.yaml").write_text(run_yaml(loaded(words).run))
+    found = relaid(tmp_path, ["parallel.pp=16"])
+    assert found[0] == f"{MICRO}=null"
+    assert ("parallel.recompute.num_layers=null" in found) is reset
+    assert relaid(tmp_path, ["trainer.train_iters=9"]) == []
+
+
+def test_plan_fitted_auto_is_chosen_by_tune_within_the_budget() -> None:
+    words = "model=llama2_7b parallel=auto cluster=h100x8 parallel.recompute.granularity=auto"
+    run = loaded(f"{words} parallel.recompute.budget_gib=40").run
+    assert worst_stage(run).peak <= 40 * GIB * (1 - SPARE)

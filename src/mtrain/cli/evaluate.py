@@ -42,7 +42,7 @@ def run(words: list[str], *, as_json: bool = False) -> int:
     checkpoint_of(target, USAGE)
     # Tasks bring their own text, so the data of the run need not be on this machine.
     unused = WITHOUT_DATA if tasks else ("trainer.sample_tokens=0", WITHOUT_START)
-    said = [f"run={run_file(target)}", *beneath([*unused, *relaid(overrides)], overrides)]
+    said = [f"run={run_file(target)}", *beneath([*unused, *relaid(target, overrides)], overrides)]
     composed = load(said)
     say_replaced(composed)
     preflight.check(composed.run, said)

@@ -41,7 +41,7 @@ def resume(words: list[str], *, debug: bool) -> int:
     usage = f"{program()} resume runs/<name> [overrides]"
     target, overrides = target_of(words, "resume", usage)
     given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
-    return run([*given, *beneath(relaid(overrides), overrides)], debug=debug)
+    return run([*given, *beneath(relaid(target, overrides), overrides)], debug=debug)
 
 
 def run(argv: list[str], *, debug: bool) -> int:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config.compose.dump import override
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.launching.local import Source
 from mtrain.models.registry import family_of
+from mtrain.plan.recompute import KEYS
 
 # Keys that do not describe a corpus.
 _OF_SAMPLES = frozenset(
@@ -47,11 +49,17 @@ WITHOUT_DATA = (
 )
 
 
-def relaid(overrides: Sequence[str]) -> list[str]:
-    """Return overrides that derive the micro-batch again if the layout changes."""
-    if any(word.startswith("parallel") for word in overrides):
-        return ["trainer.micro_batch_size=null"]
-    return []
+def relaid(target: Path, overrides: Sequence[str]) -> list[str]:
+    """Return overrides of the configuration in a run or checkpoint folder that derive the
+    micro-batch again if the layout changes, and how many layers of a stage are recomputed.
+    """
+    if not any(word.startswith("parallel") for word in overrides):
+        return []
+    path = target / ckpt_folder.RUN_FILE
+    again = read_run_file(path).parallel.recompute if path.is_file() else None
+    # Other stages may have fewer layers; every other choice suits all layouts.
+    keys = KEYS if again is not None and again.method == "block" else ()
+    return ["trainer.micro_batch_size=null", *(f"parallel.recompute.{key}=null" for key in keys)]
 
 
 def beneath(words: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -98,7 +98,12 @@ def _micro_batch(run: RunConfig, room: Room) -> dict[str, tuple[Any, str]]:
     fits = (size for size in tried if worst_stage(changed(run, {MICRO: size})).peak <= room.bytes)
     found = next(fits, None)
     if found is None:
-        return {MICRO: (tried[-1], f"resolved from {room.words}: the smallest, as none fits without recomputation")}
+        return {
+            MICRO: (
+                tried[-1],
+                f"resolved from {room.words}: the smallest, as none fits without recomputation",
+            )
+        }
     return {MICRO: (found, f"resolved from {room.words}: the largest that fits")}
 
 

@@ -67,7 +67,7 @@ def _reader(path: str) -> Get:
     return get
 
 
-def _unless_none(word: str) -> str | None:
+def _unless_none(word: str | None) -> str | None:
     return None if word == "none" else word
 
 

@@ -434,7 +434,7 @@ def _shards_key(run: RunConfig) -> tuple[object, ...]:
 
 
 def _again_key(
-    granularity: str, modules: Any, method: str | None, layers: int | None
+    granularity: str | None, modules: Any, method: str | None, layers: int | None
 ) -> tuple[object, ...]:
     # A block recomputes each layer separately, so its groups do not matter.
     groups = (None, None) if method == "block" else (method, layers)
