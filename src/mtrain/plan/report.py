@@ -24,7 +24,7 @@ from mtrain.plan.count import (
     parameters,
 )
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
-from mtrain.plan.states import state_bytes_of
+from mtrain.plan.states import main_weight_bytes, state_bytes_of
 from mtrain.plan.time.report import time_report
 from mtrain.plan.weights import factor_bytes, update_of
 from mtrain.units import GIB, devices
@@ -67,12 +67,31 @@ def report(run: RunConfig) -> dict[str, Any]:
             "device": holds,
             "headroom": None if holds is None else holds - worst.peak,
             "how": HOW,
+            "assumes": assumptions(run),
         },
         "time": time_report(run, size),
         "checkpoint": {"bytes": size},
         "notes": notes(run),
     }
     return found
+
+
+def assumptions(run: RunConfig) -> list[str]:
+    """Return the settings that decide the memory of a rank, and that published figures often leave
+    out.
+    """
+    p = run.precision
+    gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
+    again = run.parallel.recompute
+    of = ", ".join(again.modules or ()) if again.granularity == "selective" else ""
+    words = [
+        f"{again.granularity.replace('none', 'no')} recomputation{f' ({of})' if of else ''}",
+        f"gradients of {gradient} bytes",
+        f"main weights of {main_weight_bytes(run)}",
+    ]
+    if p.quantized is not None:
+        words.append(f"weights in {p.format} and {p.multiplies_in}")
+    return words
 
 
 def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
