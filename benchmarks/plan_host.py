@@ -23,10 +23,13 @@ import yaml
 
 from mtrain.api import load
 from mtrain.config.resolve.resolution import Machine
+from mtrain.models.graph import Product
 from mtrain.plan.time.calibrate import least_squares
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import OWN, Efficiencies, own_of
+from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
+from mtrain.plan.time.work import Linear
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,6 +57,8 @@ PRIORS: dict[str, tuple[float, float]] = {
     "products.tensorwise": (0.8, 0.15),
     "products.blockwise": (0.3, 0.3),
     "attention": (0.71, 0.1),
+    "waves_lost": (0.35, 0.3),
+    "tile_us": (1.3, 0.3),
     "step_bytes": (100.0, 0.3),
     "launch_us": (60.0, 0.5),
     "module_us": (150.0, 0.7),
@@ -64,6 +69,8 @@ BACKWARD = 0.7
 """Speed of attention's backward relative to its forward, as in plan_time.py."""
 MEMORY = 0.8875
 """Measured on the card of the runs: a copy at 4.26 of 4.8 TB/s."""
+PRODUCT = (8192, 792e12)
+"""Measured there: the sides of a square product in bf16, and its FLOP/s."""
 GRADIENT_BYTES = 18.0
 """Measured: the kernels that add gradients take 44.6 ms of a step of 8B widths and 18.3 ms of the
 1B model, four micro-batches each; 21 and 16 bytes for each element of a linear weight.
@@ -170,6 +177,8 @@ def values_of(
         "attention": v["attention"],
         "attention_backward": v["attention"] * BACKWARD,
         "memory": MEMORY,
+        "waves_lost": v["waves_lost"],
+        "tile_us": v["tile_us"],
         "host": {
             "source": source,
             **{name: v[name] for name in ("launch_us", "module_us", "step_us")},
@@ -210,6 +219,13 @@ class Fit:
         """Return the planned step."""
         return priced(work, self.device, self.reached(theta))
 
+    def product(self, theta: Mapping[str, float]) -> float:
+        """Return the FLOP/s of the square product."""
+        side = PRODUCT[0]
+        kernels = Kernels(self.device, self.reached(theta), "bf16", "bf16", "bf16", 2)
+        one = Linear(Product(side, side, side), low=False, grouped=False)
+        return one.product.flops / kernels.linear(one)
+
     def fitted(self, some: Sequence[Row]) -> dict[str, float]:
         """Return the parameters that explain some of the rows best."""
         names = list(PRIORS)
@@ -222,6 +238,7 @@ class Fit:
                 found.append(log(step.seconds / row.step_s) / row.noise)
                 if row.device_s is not None:
                     found.append(log(computed(step) / row.device_s) / row.noise)
+            found.append(log(self.product(theta) / PRODUCT[1]) / NOISE)
             ratio = self.step(self.mixtral, theta).seconds / self.step(self.tiny, theta).seconds
             found.append(log(ratio / (MIXTRAL[0] / MIXTRAL[1])) / SMALL_NOISE)
             return found

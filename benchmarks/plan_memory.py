@@ -17,11 +17,14 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+from plan_time_rows import NAMES, SELECTIVE, layers_of
+
 from mtrain.api import load
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.resolve.resolution import Machine
 from mtrain.errors import MtrainError
-from mtrain.plan.rank import stage_memories
+from mtrain.plan.rank import StageMemory, stage_memories
+from mtrain.plan.report import assumptions
 from mtrain.units import GIB
 
 HERE = Path(__file__).parent / "data" / "published_memory.csv"
@@ -35,7 +38,6 @@ ELSEWHERE = {
     "graphs": "the pools of CUDA graphs",
     "selective": "which modules are computed again",
     "packed text": "how full its samples of packed text are",
-    "weights in 8 bits": "weights are kept in 8 bits, and here they are not",
 }
 """Words of a row -> the unknown setting behind them."""
 Row = dict[str, str]
@@ -43,7 +45,29 @@ Row = dict[str, str]
 
 def base_model(row: Row) -> str:
     """Return the model that a row trains, without the way of training."""
-    return row["model"].removesuffix("_sft").removesuffix("_lora")
+    name = row["model"].removesuffix("_sft").removesuffix("_lora")
+    return NAMES.get(name, name)
+
+
+def again(row: Row) -> list[str]:
+    """Return the recomputation of a row."""
+    kind = row["recompute"]
+    if kind in ("", "none"):
+        return []
+    if kind == "full":
+        return ["parallel.recompute.granularity=full"]
+    if kind == "selective":
+        # torchtitan's saves every other product and attention; here, half of the layers
+        return [
+            "parallel.recompute.granularity=full",
+            "parallel.recompute.method=block",
+            f"parallel.recompute.num_layers={round(SELECTIVE * layers_of(base_model(row)))}",
+        ]
+    modules = kind.replace("+", ",")
+    return [
+        "parallel.recompute.granularity=selective",
+        f"parallel.recompute.modules=[{modules}]",
+    ]
 
 
 def missing(row: Row) -> Iterator[str]:
@@ -84,7 +108,6 @@ def words(row: Row) -> list[str]:
         fsdp = ["parallel.fsdp=fsdp2"]
     else:
         fsdp = ["parallel.distributed_optimizer=true"]
-    full = ["parallel.recompute.granularity=full"] if row["recompute"] == "full" else []
     sp = ["parallel.sequence_parallel=true"] if row["tp"] != "1" else []
     low = ["precision.grad_reduce_in_fp32=false"] if row.get("gradients") == "bf16" else []
     lora = ["peft=lora"] if row["model"].endswith("_lora") else []
@@ -100,7 +123,7 @@ def words(row: Row) -> list[str]:
         f"cluster={row['gpu']}",
         f"cluster.nodes={-(-ranks // 8)}",
         *fsdp,
-        *full,
+        *again(row),
         *sp,
         *low,
         *lora,
@@ -112,12 +135,25 @@ def peak(row: Row, more: list[str]) -> float:
     was measured.
     """
     stages = stage_memories(load([*words(row), *more], BIG, {}, to_run=False).run)
-    worst = max(stages, key=lambda stage: stage.peak)
-    return float(
-        worst.peak
-        - worst.parts["context"]
-        - (worst.parts["reserve"] if row["kind"] != "reserved" else 0)
-    )
+    return max(_of_model(row, stage) for stage in stages)
+
+
+def _of_model(row: Row, stage: StageMemory) -> float:
+    parts = stage.parts
+    found = stage.peak - parts["context"] - (parts["reserve"] if row["kind"] != "reserved" else 0)
+    # Weights that are kept in 8 bits have no copies in 16: as many bytes as the two in 8 bits.
+    return float(found - (parts["low_precision"] if "weights in 8 bits" in row["other"] else 0))
+
+
+def assumed(row: Row, more: list[str]) -> str:
+    """Return the assumptions of a plan, and those of a row that replace them."""
+    try:
+        found = assumptions(load([*words(row), *more], BIG, {}, to_run=False).run)
+    except MtrainError:
+        return ""
+    if "weights in 8 bits" in row["other"]:
+        found[-1] = "weights in 8 bits alone"
+    return ", ".join(found)
 
 
 def planned(row: Row, more: list[str]) -> float | str:
@@ -167,6 +203,8 @@ def main() -> int:
         found = planned(row, options.more)
         compared = not left_out and not isinstance(found, str)
         print(line(row, found, compared))
+        if words_of := assumed(row, options.more):
+            print(f"{'':20} with {words_of}")
         if left_out:
             print(f"{'':20} leaves out: {'; '.join(left_out)}")
         if not left_out and not isinstance(found, str):

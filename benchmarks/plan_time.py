@@ -3,18 +3,18 @@ out.
 
     python benchmarks/plan_time.py [FILE.csv] [--write]
 
-For each row, print the published rate and the errors of three fits: on all rows, on the other
-models, on the other devices. Then print the median and 95th percentile of the errors, and the share
-of pairs of rows (one model, equally many devices) that are ranked as published. Rows that describe
-no valid configuration are listed with the reason. Rows of one configuration that contradict each
-other are predicted but not fitted, and errors are printed without and with them. `--write` saves
-the fit on all other rows and its errors, which `tune` and `plan --scale` print. With a FILE, that
-fit predicts its rows.
+For each row, print the published rate and the errors of four fits: on all rows, on the other
+models, on the other devices, on the other software. Then print the median and 95th percentile of
+the errors, and the share of pairs of rows (one model, equally many devices) that are ranked as
+published. Rows that describe no valid configuration are listed with the reason. Rows of one
+configuration that contradict each other are predicted but not fitted, and errors are printed
+without and with them. `--write` saves the fit on all other rows and its errors, which `plan`,
+`tune` and `plan --scale` print. With a FILE, that fit predicts its rows.
 
-Software enters as two named factors per release: one on the speed of all device work, and one on
-models with experts. Both change little between releases. If a row of Megatron-Bridge does not
+plan_time_software.py describes what each software overlaps, fuses and launches. One factor of each
+remains, on the speed of its device work, which is held near 1. If a row of Megatron-Bridge does not
 state graphs, recomputation, dispatcher or overlap, they come from the recipe of its release, in
-data/bridge_recipes.csv.
+data/bridge_recipes.csv. Rows of data/published_throughput_unfitted.csv are never fitted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import argparse
 import json
 from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import plan_time_rows as published
 import yaml
+from plan_time_software import described
 
 from mtrain.plan.time import accuracy
 from mtrain.plan.time.device import Device, device_of
@@ -68,6 +69,10 @@ PRIORS: dict[str, tuple[float, float]] = {
     "power": (1.0, 0.3),
     "blackwell": (0.85, 0.1),
     "flash2": (0.55, 0.1),
+    "triton_hopper": (0.2, 0.4),
+    "triton_ampere": (0.55, 0.3),
+    "unfused_routing": (1.5, 0.4),
+    "unfused_clamp": (1.1, 0.15),
     "exposed.tp": (0.5, 0.25),
     "exposed.ep": (0.5, 0.25),
     "exposed.dp": (0.15, 0.25),
@@ -79,17 +84,12 @@ host work.
 """
 BACKWARD = 0.7
 """Speed of attention's backward relative to its forward: FlashAttention-3 and cuDNN, H100."""
-SPEED = 0.02
-"""Standard deviation between releases in the speed of all kernels."""
-MIXTURES = 0.05
-"""Standard deviation between releases in the speed of models with experts."""
+FAMILY = 0.05
+"""Standard deviation of what is left of a software's speed when it is described."""
 BASE = "bridge 26.02"
 MEGATRON = "core 0.8"
-CHAIN = ("bridge 25.09", "bridge 25.11", BASE, "bridge 26.04", "bridge 26.06", "bridge 26.08")
-FLASH2 = ("core 0.8", "torchtitan 24", "torchtitan 25")
-"""Software that uses FlashAttention-2, which predates Hopper."""
-OTHERS = {"core 0.8": 0.1, "torchtitan 24": 0.05, "torchtitan 25": 0.05, "automodel": 0.1}
-EXPECTED = {"core 0.8": 0.9, "torchtitan 24": 0.75, "torchtitan 25": 0.75, "automodel": 0.9}
+FAMILIES = ("core 0.8", "nemo 24", "torchtitan", "automodel", "llm-foundry")
+HOPPER = 90
 
 
 @dataclass
@@ -104,11 +104,8 @@ class Case:
 def names(cases: Sequence[Case]) -> list[str]:
     """Return the names of all parameters."""
     found = list(PRIORS)
-    soft = {case.measured.software for case in cases}
-    for word in (*CHAIN, *OTHERS):
-        if word in soft and word != BASE:
-            found += [f"speed:{word}", f"mixtures:{word}"]
-    return found
+    there = {family(case) for case in cases}
+    return found + [f"speed:{name}" for name in FAMILIES if name in there]
 
 
 def efficiencies(
@@ -118,16 +115,26 @@ def efficiencies(
     graphs: Set[str] = frozenset(),
     overlaps: bool = False,
     experts: bool = False,
+    hopper: bool = True,
+    clamped: bool = False,
 ) -> Efficiencies:
     """Return the efficiencies, from logarithms of their ratios to the priors."""
     v = {name: prior * np.exp(theta.get(name, 0.0)) for name, (prior, _) in PRIORS.items()}
-    speed = float(EXPECTED.get(software, 1.0) * np.exp(theta.get(f"speed:{software}", 0.0)))
+    what = described(software)
+    speed = float(np.exp(theta.get(f"speed:{what.family}", 0.0)))
     v["products.tensorwise"] *= v["products.bf16"]
     if graphs & LAYERS:
         left_of_routing = v["graphed"]
     else:
         left_of_routing = (1 + v["graphed"]) / 2 if "router" in graphs else 1.0
-    attention = float(v["attention"] * (v["flash2"] if software in FLASH2 else 1.0))
+    kernels = {
+        ("flash2", True): v["flash2"],
+        ("triton", True): v["triton_hopper"],
+        ("triton", False): v["triton_ampere"],
+    }
+    attention = float(v["attention"] * kernels.get((what.attention, hopper), 1.0))
+    routing = 1.0 if what.fused_routing else v["unfused_routing"]
+    slow_clamp = clamped and what.family == "bridge" and "whole" not in graphs
     products = {
         "bf16": v["products.bf16"],
         "fp16": v["products.bf16"],
@@ -153,8 +160,8 @@ def efficiencies(
         tile_us=float(v["tile_us"]),
         launch_us=float(v["launch_us"] * (v["graphed"] if graphs & LAYERS else 1.0)),
         call_us=float(v["call_us"]),
-        pass_us=float(v["pass_us"]) * ("whole" not in graphs),
-        routing_us=float(v["routing_us"] * left_of_routing),
+        pass_us=float(v["pass_us"] * routing) * ("whole" not in graphs),
+        routing_us=float(v["routing_us"] * left_of_routing * routing),
         graphed=float("whole" not in graphs),
         latency_us=8.0,
         overlapped={
@@ -167,7 +174,7 @@ def efficiencies(
         },
         power=float(v["power"]),
         blackwell=float(v["blackwell"]),
-        mixtures=float(np.exp(theta.get(f"mixtures:{software}", 0.0))),
+        mixtures=float(1 / v["unfused_clamp"]) if slow_clamp else 1.0,
         speed=speed,
     )
 
@@ -190,6 +197,8 @@ def timed(case: Case, theta: Theta) -> StepTime:
             graphs=published.graphed(row),
             overlaps=published.overlapped(row),
             experts=published.experts_overlapped(row),
+            hopper=(m.run.cluster.sm or 0) >= HOPPER,
+            clamped=m.run.model.activation_func_clamp_value is not None,
         ),
     )
 
@@ -197,22 +206,61 @@ def timed(case: Case, theta: Theta) -> StepTime:
 def prior(theta: Theta) -> list[float]:
     """Return the distances of parameters from their priors, in standard deviations."""
     found = [theta.get(name, 0.0) / spread for name, (_, spread) in PRIORS.items()]
-    for kind, spread in (("speed", SPEED), ("mixtures", MIXTURES)):
-        for one, next_ in pairwise(CHAIN):
-            found.append(
-                (theta.get(f"{kind}:{one}", 0.0) - theta.get(f"{kind}:{next_}", 0.0)) / spread
-            )
-        near = (
-            theta.get(f"{kind}:torchtitan 24", 0.0) - theta.get(f"{kind}:torchtitan 25", 0.0)
-        ) / spread
-        found.append(near)
-        for word, wide in OTHERS.items():
-            found.append(theta.get(f"{kind}:{word}", 0.0) / (wide if kind == "speed" else MIXTURES))
-    return found
+    return found + [theta.get(f"speed:{name}", 0.0) / FAMILY for name in FAMILIES]
 
 
 NOISE = 0.06
 """Relative spread of published repetitions of one configuration."""
+STEP = 0.01
+"""Of a logarithm, for a derivative."""
+LINEAR_STEPS = 5
+
+
+@dataclass
+class Slopes:
+    """Residuals of cases at some parameters, and their derivatives."""
+
+    keys: list[str]
+    x: np.ndarray
+    errors: np.ndarray
+    slopes: np.ndarray
+    """Case and parameter."""
+
+    @classmethod
+    def at(cls, cases: Sequence[Case], keys: list[str], x: np.ndarray) -> Slopes:
+        """Return those at parameters `x`."""
+        e = residuals(cases, keys, x)
+        found = np.zeros((len(cases), len(keys)))
+        for i, key in enumerate(keys):
+            of = key.partition(":")[2]  # a software, whose factor changes only its own rows
+            rows = [row for row, c in enumerate(cases) if of in ("", family(c))]
+            more = x + STEP * np.eye(len(keys))[i]
+            found[rows, i] = (residuals([cases[row] for row in rows], keys, more) - e[rows]) / STEP
+        return cls(keys, x, e, found)
+
+    def moved(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return a step of Gauss and Newton from `x`, for some of the rows, as if residuals were
+        linear.
+        """
+        e = (self.errors + self.slopes @ (x - self.x))[rows]
+        jac = self.slopes[rows]
+        w = 1 / np.sqrt(1 + e**2)
+        known = priors(self.keys, np.zeros(len(self.keys)))
+        pj = np.stack([priors(self.keys, column) - known for column in np.eye(len(x))], axis=1)
+        a = jac.T @ (w[:, None] * jac) + pj.T @ pj
+        b = jac.T @ (w * e) + pj.T @ priors(self.keys, x)
+        return -np.linalg.solve(a, b)
+
+
+def residuals(cases: Sequence[Case], keys: Sequence[str], x: np.ndarray) -> np.ndarray:
+    """Return the logarithms of predicted over published rates, in deviations of repetitions."""
+    theta = dict(zip(keys, x, strict=True))
+    return np.array([np.log(predicted(c, theta) / c.measured.tokens) / NOISE for c in cases])
+
+
+def priors(keys: Sequence[str], x: np.ndarray) -> np.ndarray:
+    """Return the distances of parameters from their priors."""
+    return np.array(prior(dict(zip(keys, x, strict=True))))
 
 
 def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> Theta:
@@ -222,50 +270,26 @@ def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> T
     """
     keys = names(cases)
     x = np.array([(start or {}).get(key, 0.0) for key in keys])
-
-    def errors(x: np.ndarray, of: Sequence[Case] = cases) -> np.ndarray:
-        theta = dict(zip(keys, x, strict=True))
-        return np.array([np.log(predicted(c, theta) / c.measured.tokens) / NOISE for c in of])
-
-    def slopes(x: np.ndarray, e: np.ndarray) -> np.ndarray:
-        found = np.zeros((len(cases), len(keys)))
-        for i, key in enumerate(keys):
-            of = key.partition(":")[2]  # a release, whose factors change only its own rows
-            rows = [row for row, c in enumerate(cases) if of in ("", c.measured.software)]
-            more = x + step * np.eye(len(keys))[i]
-            found[rows, i] = (errors(more, [cases[row] for row in rows]) - e[rows]) / step
-        return found
-
-    def priors(x: np.ndarray) -> np.ndarray:
-        return np.array(prior(dict(zip(keys, x, strict=True))))
+    every = np.arange(len(cases))
 
     def cost(e: np.ndarray, q: np.ndarray) -> float:
         return float(np.sum(np.sqrt(1 + e**2) - 1) * 2 + np.sum(q**2))
 
-    step = 0.01
-    q0 = priors(np.zeros(len(keys)))
-    pj = np.stack([(priors(np.eye(len(keys))[i]) - q0) for i in range(len(keys))], axis=1)
-    e = errors(x)
     for _ in range(rounds):
-        jac = slopes(x, e)
-        w = 1 / np.sqrt(1 + e**2)
-        a = jac.T @ (w[:, None] * jac) + pj.T @ pj
-        b = jac.T @ (w * e) + pj.T @ priors(x)
-        move = -np.linalg.solve(a, b)
-        now = cost(e, priors(x))
+        here = Slopes.at(cases, keys, x)
+        move = here.moved(x, every)
+        now = cost(here.errors, priors(keys, x))
         scale = 1.0
         while scale > 0.05:
             new = x + scale * move
-            e2 = errors(new)
-            if cost(e2, priors(new)) < now:
+            after = cost(residuals(cases, keys, new), priors(keys, new))
+            if after < now:
                 break
             scale /= 2
         else:
             break
-        gain = now - cost(e2, priors(new))
         x = new
-        e = e2
-        if gain < 1e-3 * now:
+        if now - after < 1e-3 * now:
             break
     return {key: float(value) for key, value in zip(keys, x, strict=True)}
 
@@ -273,15 +297,30 @@ def fit(cases: Sequence[Case], start: Theta | None = None, rounds: int = 6) -> T
 def without(
     cases: Sequence[Case], theta: Theta, what: Callable[[Case], str], apart: Sequence[Case] = ()
 ) -> list[float]:
-    """Return the error of each case, and of those `apart`, by fits without cases of its `what`."""
+    """Return the error of each case, and of those `apart`, by fits without cases of its `what`.
+
+    Each begins where all cases led, and takes its steps with the slopes there, which hardly change
+    so near: predictions of cases left out are exact.
+    """
     every = [*cases, *apart]
     out = [0.0] * len(every)
+    keys = names(cases)
+    here = Slopes.at(cases, keys, np.array([theta[key] for key in keys]))
     for left in sorted({what(case) for case in every}):
-        rest = fit([case for case in cases if what(case) != left], theta, rounds=3)
+        rows = np.array([i for i, case in enumerate(cases) if what(case) != left])
+        x = here.x
+        for _ in range(LINEAR_STEPS):
+            x = x + here.moved(x, rows)
+        rest = dict(zip(keys, x, strict=True))
         for index, case in enumerate(every):
             if what(case) == left:
                 out[index] = error(case, rest)
     return out
+
+
+def family(case: Case) -> str:
+    """Return the software of a case, without its release."""
+    return described(case.measured.software).family
 
 
 def error(case: Case, theta: Theta) -> float:
@@ -350,6 +389,30 @@ def saved(theta: Theta) -> dict[str, Any]:
     return {key: _rounded(value) for key, value in found.items()}
 
 
+def kinds_in(cases: Sequence[Case], errors: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """Return the error bars of kinds of configurations: of published runs whose software was left
+    out of the fit, as mtrain is not in it, and of mtrain's own.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    own = json.loads((published.ROOT / "benchmarks/results/plan_host.json").read_text())["rows"]
+    apart = [abs(row["left_out_error"]) for row in own if row["device_s"] is not None]
+    by_kind = {"one device": ("runs of mtrain, each left out of the fit", apart)}
+    of = "published runs of software that no fit saw"
+    for case, wrong in zip(cases, errors, strict=True):
+        kind = accuracy.kind_of(case.measured.run)
+        if kind != "one device":
+            # of seconds, not of rates
+            by_kind.setdefault(kind, (of, []))[1].append(abs(1 / (1 + wrong) - 1))
+    for kind, (words, sizes) in sorted(by_kind.items()):
+        found[kind] = {
+            "of": words,
+            "rows": len(sizes),
+            "median": round(float(np.median(sizes)), 3),
+            "p95": round(float(np.quantile(sizes, 0.95)), 3),
+        }
+    return found
+
+
 def accuracy_in(results: dict[str, Any]) -> dict[str, Any]:
     """Return the errors that the package reports for its time model."""
     off = {name: round(results["model_left_out"][name], 4) for name in ("median", "p95")}
@@ -358,7 +421,7 @@ def accuracy_in(results: dict[str, Any]) -> dict[str, Any]:
         "pairs_right": results["pairs"]["right"],
         "apart": NOISE,
     }
-    return {"rows": results["rows"], **off, **pairs_}
+    return {"rows": results["rows"], **off, **pairs_, "kinds": results["kinds"]}
 
 
 def _rounded(value: Any) -> Any:
@@ -377,7 +440,8 @@ def main() -> int:
         "--write", action="store_true", help="save the efficiencies and the results"
     )
     options = parser.parse_args()
-    cases, apart = agreeing(read(published.FILE))
+    first = read(published.FILE)
+    cases, apart = agreeing([*first, *read(published.OTHER)])
     theta = fit(cases)
     if options.file is not None:
         others = read(options.file)
@@ -392,8 +456,9 @@ def main() -> int:
     inside = [error(case, theta) for case in every]
     by_model = without(cases, theta, lambda case: case.measured.model, apart)
     by_device = without(cases, theta, lambda case: case.measured.row["gpu"], apart)
-    print(f"{'':94} published    fitted  model left out  device left out")
-    for case, *errors in zip(every, inside, by_model, by_device, strict=True):
+    by_software = without(cases, theta, family, apart)
+    print(f"{'':94} published    fitted  model left out  device left out  software left out")
+    for case, *errors in zip(every, inside, by_model, by_device, by_software, strict=True):
         print(
             f"{case.measured.label()} {case.measured.tokens:8.0f}", *(f"{e:+14.1%}" for e in errors)
         )
@@ -405,9 +470,13 @@ def main() -> int:
     }
     results["model_left_out"] = print_errors("each model left out", by_model[:n])
     results["device_left_out"] = print_errors("each device left out", by_device[:n])
-    newest = [
-        e for case, e in zip(cases, by_model[:n], strict=True) if case.measured.software in CHAIN
-    ]
+    results["software_left_out"] = print_errors("each software left out", by_software[:n])
+    old = {id(case) for case in first}
+    results["model_left_out_first_file"] = print_errors(
+        f"each model left out, only rows of {published.FILE.name}",
+        [e for case, e in zip(cases, by_model[:n], strict=True) if id(case) in old],
+    )
+    newest = [e for case, e in zip(cases, by_model[:n], strict=True) if family(case) == "bridge"]
     results["model_left_out_megatron_bridge"] = print_errors(
         "each model left out, only rows of Megatron-Bridge", newest
     )
@@ -417,19 +486,22 @@ def main() -> int:
     results["device_left_out_with_all"] = print_errors(
         "each device left out, with rows that disagree", by_device
     )
+    never = read(published.UNFITTED)
+    results["unfitted"] = print_errors(
+        f"rows of {published.UNFITTED.name}, which are never fitted",
+        [error(case, theta) for case in never],
+    ) | {"rows": len(never)}
+    results["kinds"] = kinds_in(cases, by_software[:n])
+    for kind, bar in results["kinds"].items():
+        print(f"  {kind:24} {bar['rows']:4} rows, {bar['median']:.1%}, {bar['p95']:.1%}")
     right, number = pairs(every, by_model)
     results["pairs"] = {"right": right, "of": number}
     print(f"pairs of layouts or releases ranked as published: {right} of {number}")
     results["software"] = {
-        name: {"speed": round(float(e.speed), 3), "with_experts": round(float(e.mixtures), 3)}
-        for name in (*CHAIN, *OTHERS)
-        for e in [efficiencies(theta, name)]
+        name: round(float(np.exp(theta.get(f"speed:{name}", 0.0))), 3) for name in FAMILIES
     }
     for name, factor in results["software"].items():
-        print(
-            f"  {name:16} speed {factor['speed']:.3f}, of models with experts"
-            f" {factor['with_experts']:.3f} more"
-        )
+        print(f"  {name:16} speed {factor:.3f}")
     own = efficiencies(theta, MEGATRON, overlaps=True)  # for benchmarks/plan_scale.py
     results["efficiencies"] = {
         MEGATRON: {key: _rounded(value) for key, value in asdict(own).items()}

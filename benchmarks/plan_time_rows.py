@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 from plan_time_recipes import Recipe, recipe
+from plan_time_software import described
 
 from mtrain.api import load
 from mtrain.config.compose.paths import choices_of_group
@@ -21,6 +22,9 @@ from mtrain.plan.count import flops_per_token, parameters
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "benchmarks" / "data" / "published_throughput.csv"
+OTHER = FILE.with_name("published_other.csv")
+"""Rows of other software than Megatron-Bridge, which are fitted too."""
+UNFITTED = FILE.with_name("published_throughput_unfitted.csv")
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 Row = dict[str, str]
 
@@ -38,6 +42,8 @@ PLAIN = (
     "cluster.device_memory_gib=4096",
 )
 PER_NODE = {"gb200": 4, "gb300": 4}
+# Software and device -> facts that its pages state and that differ from the device's data sheet.
+HARDWARE = {("torchtitan", "h100"): ["cluster.power_watts=500", "cluster.memory_gbps=2400"]}
 SELECTIVE = 0.45
 """torchtitan's selective recomputation saves every other product and attention: of a forward that
 is two thirds products and a fifth attention, half of the first and none of the second are computed
@@ -87,6 +93,10 @@ def software(row: Row) -> str:
         return "automodel"
     if "core 0.8" in source:
         return "core 0.8"
+    if "NeMo 24" in source:
+        return "nemo 24"
+    if "llm-foundry" in source:
+        return "llm-foundry"
     found = RELEASE.search(source)
     return f"bridge {found[1]}" if found else "bridge 26.08"
 
@@ -135,7 +145,7 @@ def overlapped(row: Row) -> bool:
 def obstacle(row: Row) -> str | None:
     """Return why a row is not a configuration of mtrain, or None."""
     base = row["model"].removesuffix("_tokendrop").removesuffix("_lora")
-    if NAMES.get(base, base) not in choices_of_group("model"):
+    if not row.get("overrides") and NAMES.get(base, base) not in choices_of_group("model"):
         return f"{base} is not a model that ships"
     if not (row["tp"] and row["pp"] and row["gbs"] and row["gpus"]):
         return "the source leaves the layout out"
@@ -165,7 +175,7 @@ def degrees(row: Row) -> dict[str, int]:
     """
     p = {key: int(row[key] or 1) for key in ("tp", "pp", "vp", "cp", "ep")}
     if "core 0.8" in row["source"] and p["pp"] > 1:
-        each = layers_of(row["model"]) // p["pp"]
+        each = layers_of(row["model"], row.get("overrides", "")) // p["pp"]
         p["vp"] = each // 2 if each % 2 == 0 else each
     return p
 
@@ -185,14 +195,14 @@ def words(row: Row) -> list[str]:
     micro = row["mbs"] or "1"
     precision = row["precision"]
     found = [
-        f"model={NAMES.get(name, name)}",
+        *(row.get("overrides", "").split() or [f"model={NAMES.get(name, name)}"]),
         f"parallel={layout or 'single'}",
         f"precision={precision}",
         "data=mock",
         f"data.seq_length={seq}",
         "trainer.sample_tokens=0",
         f"trainer.micro_batch_size={micro}",
-        f"trainer.global_batch_size={row['gbs']}",
+        f"trainer.global_batch_size={flushed(row, p)}",
         f"cluster={row['gpu']}",
         f"cluster.nodes={gpus // per_node}",
         f"cluster.devices_per_node={per_node}",
@@ -201,6 +211,7 @@ def words(row: Row) -> list[str]:
         "cluster.device_memory_gib=4096",
     ]
     found += ["parallel.sequence_parallel=true"] if p["tp"] > 1 else []
+    found += HARDWARE.get((software(row).partition(" ")[0], row["gpu"]), [])
     found += [f"model.max_position_embeddings={seq}"] if int(seq) > LONGEST else []
     found += (
         ["kernels.default=reference", "kernels.attention=torch"] if "eager" in row["source"] else []
@@ -212,12 +223,23 @@ def words(row: Row) -> list[str]:
     )
     found += ["kernels.experts=triton"] if "Automodel" in row["source"] and _mixture(row) else []
     found += ["kernels.loss=megatron"] if "core 0.8" in row["source"] else []
-    found += ["precision.grad_reduce_in_fp32=false"] if release(row) else []
+    found += ["kernels.loss=megatron"] if software(row) == "llm-foundry" else []
+    megatron = release(row) or software(row) == "nemo 24"
+    sent_in_16_bits = megatron or described(software(row)).gradient_bytes == 2
+    found += ["precision.grad_reduce_in_fp32=false"] if sent_in_16_bits else []
     if name.endswith("_nomtp"):
         found += ["model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null"]
     found += ["peft=lora"] if row["model"].endswith("_lora") else []
     found += _experts(row, p) + _sharded(row) + _again(row) + _stages(row, p)
     return found
+
+
+def flushed(row: Row, p: dict[str, int]) -> int:
+    """Return the samples after which all stages of a pipeline are idle."""
+    each = described(software(row)).flushed_batch
+    batch = int(row["gbs"])
+    ranks = int(row["gpus"]) // (p["tp"] * p["pp"] * p["cp"])
+    return batch if each is None or p["pp"] == 1 else min(batch, each * ranks)
 
 
 def _mixture(row: Row) -> bool:
@@ -247,7 +269,11 @@ def _flex(row: Row) -> bool:
 
 
 def _sharded(row: Row) -> list[str]:
+    if "FULL_SHARD" in row["source"]:
+        return ["parallel.fsdp=fsdp2"]
     if "FSDP" in row["source"] and row["ep"] in ("", "1") and not row["model"].endswith("_lora"):
+        if described(software(row)).gathers_once and row["pp"] not in ("", "1"):
+            return ["parallel.fsdp=megatron", "parallel.fsdp_sharding=optim"]
         return ["parallel.fsdp=fsdp2"]
     if int(row["gpus"]) > int(row["tp"]) * int(row["pp"]):
         return ["parallel.distributed_optimizer=true"]
@@ -255,9 +281,8 @@ def _sharded(row: Row) -> list[str]:
 
 
 def _again(row: Row) -> list[str]:
-    if row["recompute"] == "full" or (
-        not row["recompute"] and "Automodel" in row["source"] and not _mixture(row)
-    ):
+    whole = not row["recompute"] and "Automodel" in row["source"] and not _mixture(row)
+    if row["recompute"] == "full" or (whole and row["gpus"] != "1"):
         return _recomputed("granularity=full")
     found = recipe_of(row)
     if found.recompute:
@@ -265,7 +290,7 @@ def _again(row: Row) -> list[str]:
     if found.block:
         return _recomputed("granularity=full", "method=block", f"num_layers={found.block}")
     if row["recompute"] == "selective":
-        again = round(SELECTIVE * layers_of(row["model"]))
+        again = round(SELECTIVE * layers_of(row["model"], row.get("overrides", "")))
         return _recomputed("granularity=full", "method=block", f"num_layers={again}")
     return []
 
@@ -274,8 +299,13 @@ def _recomputed(*words: str) -> list[str]:
     return [f"parallel.recompute.{word}" for word in words]
 
 
-def layers_of(name: str) -> int:
-    """Return the number of layers of a model that ships."""
+def layers_of(name: str, overrides: str = "") -> int:
+    """Return the number of layers of a model that ships, or of overrides that state it."""
+    stated = re.search(r"model\.num_layers=(\d+)", overrides)
+    if stated:
+        return int(stated[1])
+    if overrides:
+        name = overrides.split()[0].removeprefix("model=")
     base = name.removesuffix("_tokendrop").removesuffix("_lora")
     values = yaml.safe_load((ROOT / "conf" / "model" / f"{NAMES.get(base, base)}.yaml").read_text())
     if "num_layers" in values:
@@ -291,7 +321,7 @@ def _stages(row: Row, p: dict[str, int]) -> list[str]:
     parts = p["pp"] * (p["vp"] if p["pp"] > 1 else 1)
     if parts == 1:
         return []
-    layers = layers_of(row["model"])
+    layers = layers_of(row["model"], row.get("overrides", ""))
     if layers % parts == 0:
         return []
     if (layers + 2) % parts == 0 and not row["model"].startswith("deepseek"):

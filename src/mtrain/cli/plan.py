@@ -215,6 +215,7 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     peak = memory["peak"]
     lines = [f"memory of a rank, {'GiB' if unit == GIB else 'MiB'}", *table(rows, left=2)]
     lines.append(f"  peak {bytes_(peak['bytes'])} on stage {peak['stage']}, {peak['where']}")
+    lines.append(f"  with {', '.join(memory['assumes'])}")
     if holds:
         left = memory["headroom"]
         lines.append(
@@ -267,6 +268,8 @@ def _time(time: dict[str, Any], word: str) -> Iterator[str]:
     step = time["step_s"]
     whole = time["run"]
     yield f"time of a step, {duration(step)}"
+    if time["error"] is not None:
+        yield f"  {time['error']['words']}"
     parts = {name: value for name, value in time["parts_s"].items() if value >= LEAST_SHARE * step}
     rows = [
         [name, duration(value), f"{value / step:.1%}", time["how"][name]]

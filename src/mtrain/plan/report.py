@@ -27,7 +27,7 @@ from mtrain.plan.count import (
 from mtrain.plan.fits import is_small
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.recompute import Way, frontier
-from mtrain.plan.states import state_bytes_of
+from mtrain.plan.states import main_weight_bytes, state_bytes_of
 from mtrain.plan.time.report import time_report
 from mtrain.plan.time.step import unknown
 from mtrain.plan.weights import factor_bytes, update_of
@@ -72,6 +72,7 @@ def report(run: RunConfig) -> dict[str, Any]:
             "headroom": None if holds is None else holds - worst.peak,
             "how": HOW,
             "recompute": recomputation(run),
+            "assumes": assumptions(run),
         },
         "time": time_report(run, size),
         "checkpoint": {"bytes": size},
@@ -105,6 +106,24 @@ def _way(one: Way, first: Way, before: Way) -> dict[str, Any]:
         "adds_s": one.cost - first.cost,
         "s_per_gib": (one.cost - before.cost) / (freed / GIB) if freed else 0.0,
     }
+
+
+def assumptions(run: RunConfig) -> list[str]:
+    """Return the settings that decide the memory of a rank, and that published figures often leave
+    out.
+    """
+    p = run.precision
+    gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
+    again = run.parallel.recompute
+    of = ", ".join(again.modules or ()) if again.granularity == "selective" else ""
+    words = [
+        f"{again.granularity.replace('none', 'no')} recomputation{f' ({of})' if of else ''}",
+        f"gradients of {gradient} bytes",
+        f"main weights of {main_weight_bytes(run)}",
+    ]
+    if p.quantized is not None:
+        words.append(f"weights in {p.format} and {p.multiplies_in}")
+    return words
 
 
 def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:

@@ -5,10 +5,12 @@ and costs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from mtrain.config.resolve.batches import counted, stages
 from mtrain.config.schema.run import RunConfig
+from mtrain.plan.time.accuracy import error_bar
 from mtrain.plan.time.device import GIGA
 from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.sharded import FORWARD
@@ -56,7 +58,9 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
     if not step.known:
         return found
     ranks = run.parallel.ranks
+    bar = error_bar(run)
     return found | {
+        "error": None if bar is None else asdict(bar) | {"words": bar.words},
         "parts_s": dict(step.parts),
         "tokens_per_s_per_device": step.tokens_per_second_per_device,
         "tokens_per_s": step.tokens_per_second_per_device * ranks,

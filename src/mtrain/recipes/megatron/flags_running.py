@@ -83,13 +83,9 @@ def _kernels(arguments: Arguments, draft: Draft) -> Draft:
     kind = arguments.word("--transformer-impl")
     # Megatron-LM's local layers are plain torch, like the reference
     word = {"local": "reference", "transformer_engine": "te"}.get(kind or "", "auto")
-    fused = (
-        word == "te"
-        and not arguments.has("--no-gradient-accumulation-fusion")
-        and draft["parallel.fsdp"] == "none"
-    )
-    arguments.has("--no-gradient-accumulation-fusion")
-    return {KERNELS: word, FUSED: fused}
+    # Unset, both fuse where a buffer for the gradients stays.
+    apart = arguments.has("--no-gradient-accumulation-fusion")
+    return {KERNELS: word, FUSED: False if apart else None}
 
 
 def _kernels_words(values: Values) -> list[str]:
@@ -97,7 +93,7 @@ def _kernels_words(values: Values) -> list[str]:
         return ["--transformer-impl", "local"]
     if values[KERNELS] != "te":
         return []
-    kept = [] if values[FUSED] else ["--no-gradient-accumulation-fusion"]
+    kept = ["--no-gradient-accumulation-fusion"] if values[FUSED] is False else []
     return ["--transformer-impl", "transformer_engine", *kept]
 
 
