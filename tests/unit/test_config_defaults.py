@@ -73,6 +73,7 @@ def test_config_defaults_70b_on_64_gpus_suits_a_cluster() -> None:
         "checkpoint.save_interval": (0, "resolved from checkpoint.save_minutes 30"),
         "checkpoint.save_minutes": (30.0, "resolved from cluster.device cuda"),
         "trainer.sample_tokens": (0, "resolved from data.kind mock"),
+        "kernels.gradient_accumulation_fusion": (True, "resolved from parallel.fsdp none"),
         "kernels.loss_logits_mib": (
             512,
             "resolved from cluster h100: device_memory_gib 80, a 128th of it",

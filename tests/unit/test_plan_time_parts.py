@@ -246,7 +246,8 @@ def test_plan_time_search_has_each_layer_separately(words: str) -> None:
 def test_plan_time_bf16_layers_take_bf16_time() -> None:
     words = (
         "model=llama3_8b cluster=h100x8 data=mock data.seq_length=4096 trainer.global_batch_size=64"
-        " parallel.tp=1"
+        " parallel.tp=1 parallel.pp=2 parallel.recompute.granularity=none"
+        " trainer.micro_batch_size=1"
     )
     some = (
         "precision=fp8_blockwise precision.num_layers_at_start_in_bf16=16"
@@ -257,7 +258,7 @@ def test_plan_time_bf16_layers_take_bf16_time() -> None:
         step_time(run_of(f"{words} {said}"), shipped()).parts["gemm"]
         for said in ("precision=fp8_blockwise", f"{some}1", f"{some}15", "precision=bf16")
     )
-    assert low < less < none < wide
+    assert low < less < none <= wide
 
 
 def test_plan_time_without_rows_there_are_no_full_tiles() -> None:

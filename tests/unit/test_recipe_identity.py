@@ -32,6 +32,7 @@ LOSSY = {
     "data.kind",
     "trainer.sample_tokens",
     "checkpoint.keep",
+    "kernels.gradient_accumulation_fusion",
 }
 """Keys with a flag, or a habit of Megatron-LM, that says only a part of them."""
 
