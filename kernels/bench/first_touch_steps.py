@@ -1,7 +1,7 @@
 """The stage `steps` of `first_touch.py`: steps of several configurations in one process.
 
 `launch.py` takes 20 seconds to start a configuration as a user would; here the second one takes 5,
-so that a short lease of a GPU compares many. It also runs alone, and then needs the variables of a
+so that a short lease of a GPU compares many. As a program of its own it needs the variables of a
 launcher (RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR MASTER_PORT):
 
     python kernels/bench/first_touch_steps.py CASE...

@@ -109,7 +109,7 @@ assert passed[2][6].get()["name"] == "scale_kernel"
 
 
 @pytest.mark.full
-def test_launch_by_keyword_or_with_other_objects_is_left_to_triton(tmp_path: Path) -> None:
+def test_launch_other_objects_are_left_to_triton(tmp_path: Path) -> None:
     _runs(
         tmp_path,
         """
