@@ -98,6 +98,7 @@ def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
         stack.enter_context(mock.patch.object(fake_world, "tracker_of", return_value={}))
         world = stack.enter_context(fake_world.silent_world(run, 0, META))
         # megatron-core is adapted from here on.
+        from mtrain.mcore.adapter.ahead import stay_on_device
         from mtrain.train import assemble
         from mtrain.train.loop import step as steps
         from mtrain.train.loop.prefetch import Batch, to_device
@@ -123,6 +124,8 @@ def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=-1))
         with META:
             context = assemble.assemble(run, world, assemble.splits_of(run), drawn=False)
+        # As in a run on a GPU, where the host does not wait for these numbers.
+        stay_on_device(context.state.chunks[0].config)
         read = context.train_data.microbatches(0, run.trainer.batch)
         batches = [to_device(cast(Batch, batch), world) for batch in read]
         steps.gradients(context, batches)

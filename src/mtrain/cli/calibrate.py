@@ -59,7 +59,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
         raise bad(rule, USAGE)
     out = Path(expanduser(outs[0]))
     if "\0" in outs[0] or not out.name:
-        raise bad("the name of out is empty", "out=FILE.yaml", "MT704")
+        raise bad("out= is no name of a file", "out=FILE.yaml", "MT704")
     # without one it would be no choice
     if out.suffix not in YAML_ENDINGS and not out.exists():
         out = out.with_name(f"{out.name}.yaml")

@@ -75,7 +75,8 @@ def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
         ConfigError: the folder is missing, or is neither a run nor a checkpoint.
     """
     if not argv or "=" in argv[0]:
-        rule = f"cannot {verb} because a run folder or checkpoint folder is missing"
+        # The last word is what is done: `convert export` exports.
+        rule = f"cannot {verb.split()[-1]} because a run folder or checkpoint folder is missing"
         raise ConfigError.of("MT002", "", None, rule, usage)
     target = Path(argv[0]).expanduser()
     if not (target / ckpt_folder.RUN_FILE).is_file():
