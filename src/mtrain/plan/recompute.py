@@ -26,6 +26,8 @@ from mtrain.plan.time.work import Work
 KEYS = ("granularity", "modules", "method", "num_layers")
 Modules = tuple[RecomputeModule, ...]
 PARTS_OF_MOE = frozenset({"moe_act", "shared_experts"})
+# A set of modules is planned where the sum of what they free by themselves is so near to the room.
+LIKELY = 1.1
 # FLOPs that a device computes while it moves a byte, where its rates are not known: those of an
 # H100 in bf16.
 FLOPS_PER_BYTE = 300
@@ -162,11 +164,16 @@ def module_sets(run: RunConfig) -> list[Modules]:
 
 def _modules(run: RunConfig, nothing: Way, room: float) -> Way | None:
     """Return the cheapest modules that fit; the costs of several are taken to add up."""
-    each = {
-        module: way(run, "selective", modules=(module,)).cost - nothing.cost
-        for module in recomputable(run)
-    }
-    sets = sorted(module_sets(run), key=lambda some: sum(each[module] for module in some))
+    each = {module: way(run, "selective", modules=(module,)) for module in recomputable(run)}
+
+    def adds(some: Modules) -> float:
+        return sum(each[module].cost - nothing.cost for module in some)
+
+    def needs(some: Modules) -> int:
+        return nothing.peak - sum(nothing.peak - each[module].peak for module in some)
+
+    likely = [some for some in module_sets(run) if needs(some) <= LIKELY * room]
+    sets = sorted(likely, key=adds)
     return _first((way(run, "selective", modules=some) for some in sets), room)
 
 
