@@ -91,6 +91,17 @@ def test_decoder_blocks_draw_the_same_tokens(name: str, sampling: Sampling) -> N
     assert [len(ids) for ids, _ in blocks[1]] == [19] * len(PROMPTS)
 
 
+def test_decoder_capacity_keeps_frequencies() -> None:
+    # Beyond 24 tokens all frequencies are others, and a cache has room for some tokens more.
+    factors = {"short_factor": (1.0,) * 4, "long_factor": (1.0, 1.5, 3.0, 9.0)}
+    scaling = RopeScalingConfig(
+        rope_type="longrope", factor=2.0, original_max_position_embeddings=24, **factors
+    )
+    run = tiny_run(model={"rope_scaling": scaling})
+    ((blocks, single),) = run_ranks(1, _texts, run, Sampling(6, temperature=0))
+    assert blocks == single
+
+
 class Recorded(TorchDispatchMode):
     """The operations of a step: their names, and the shapes, strides and memory that they read."""
 

@@ -234,7 +234,9 @@ class Sampler:
         if not (self.blocks and self.cache) or self.obstacle_to(longest) or self.block_obstacle():
             return None
         rounded = -(-longest // CAPACITY) * CAPACITY
-        key = (rows, self._capacity(rounded), sampling)
+        # Rotary frequencies may change with the capacity.
+        tokens = longest if self.obstacle_to(rounded) else rounded
+        key = (rows, self._capacity(tokens), sampling)
         if key not in self.decoders:
             if len(self.decoders) == MOST_DECODERS:
                 del self.decoders[next(iter(self.decoders))]
