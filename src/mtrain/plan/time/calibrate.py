@@ -14,7 +14,7 @@ from typing import Any
 
 from mtrain.config.engine.formats import Format
 from mtrain.config.machine.devices import facts_of
-from mtrain.config.schema.cluster import ClusterConfig
+from mtrain.config.schema.cluster import ClusterConfig, Reached
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import Product
 from mtrain.plan.time.device import GIGA, TERA, device_of
@@ -126,7 +126,7 @@ def _accelerator(
 
 def _host_and_speed(
     measured: Sequence[Measured], works: Sequence[StepWork], start: ClusterConfig
-) -> dict[str, float]:
+) -> dict[Reached, float]:
     """Return the speed of the host and of the device that explain the steps best; of one run, whose
     host is as expected, the speed of the device.
     """

@@ -179,7 +179,7 @@ def measured() -> Efficiencies:
         "network",
     )
     reached: dict[str, Any] = dict.fromkeys((*names, "blackwell", "fixed"), 1.0)
-    lost = dict.fromkeys(
+    lost: dict[str, Any] = dict.fromkeys(
         ("softmax", "waves_lost", "tile_us", "pass_us", "routing_us", "power"), 0.0
     )
     products = dict.fromkeys(found.products, 1.0)
