@@ -64,7 +64,7 @@ def main() -> int:
                 if title in found:
                     print(host_cost_profile.as_text(name, title, found[title]), flush=True)
     if options.json:
-        result = {"kinds": kinds, **circumstances()}
+        result = {"kinds": kinds, **circumstances(options.json)}
         options.json.write_text(as_json(result))
     return 0
 
@@ -209,8 +209,10 @@ def as_json(result: dict[str, Any]) -> str:
     return re.sub(r"\{[^{}\[\]]*\}", lambda row: " ".join(row[0].split()), text)
 
 
-def circumstances() -> dict[str, Any]:
-    """Return the device, load, versions, commit and command of the measurement."""
+def circumstances(file: Path) -> dict[str, Any]:
+    """Return the device, load, versions, commit and command of the measurement, which the file is
+    for.
+    """
     from mtrain.launching.matmul import processor
 
     commit = subprocess.run(
@@ -222,12 +224,13 @@ def circumstances() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
+    words = [file.name if word == str(file) else word for word in sys.argv[1:]]
     return {
         "device": f"cpu ({processor()}), 1 thread",
         "load_at_the_end": round(os.getloadavg()[0], 2),
         "versions": versions,
         "commit": commit,
-        "command": " ".join(["python benchmarks/host_cost.py", *sys.argv[1:]]),
+        "command": " ".join(["python benchmarks/host_cost.py", *words]),
     }
 
 
