@@ -152,7 +152,7 @@ def assumed(row: Row, more: list[str]) -> str:
     except MtrainError:
         return ""
     if "weights in 8 bits" in row["other"]:
-        found[-1] = "weights in 8 bits only"
+        found[-1] = "weights only in 8 bits"
     return ", ".join(found)
 
 
