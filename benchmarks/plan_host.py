@@ -1,6 +1,6 @@
 """The fit of mtrain's own rates on a GPU, of the host and of the device, to its measured runs.
 
-    python benchmarks/plan_host.py [--since YYYY-MM-DD] [--write]
+    python benchmarks/plan_host.py [--since YYYY-MM-DD_DEVICE_COMMIT] [--write]
 
 Read the runs of `first_touch.py` in results/gpu: seconds of a step, the device's seconds of it, and
 launches per layer. Fit the cost of a launch, of a module and of a step on the host, and the rates
@@ -31,6 +31,9 @@ from mtrain.plan.time.kernels import Kernels
 from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
 from mtrain.plan.time.work import Linear
 
+SINCE = "2026-11-27_nvidia_h200_9359792c"
+"""The oldest results of the software that plans are for: an older one cost the host twice as much.
+"""
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 HEAD = """# What mtrain's own kernels reach on a GPU, and the host's cost of its steps; everything
@@ -38,7 +41,7 @@ HEAD = """# What mtrain's own kernels reach on a GPU, and the host's cost of its
 # host.launches: kernels of an operation, forward and backward, by its kind or its recipe of low
 # precision; counted per layer by the stage `host` of kernels/bench/first_touch.py, those of
 # `dispatch` from a step of a tiny Mixtral. gradient_bytes: measured; 0 where the GEMM of a weight's
-# gradient adds it up itself.
+# gradient adds it up itself. Kernels of low precision count as many launches as they cost.
 """
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 ON = [
@@ -55,12 +58,13 @@ PRIORS: dict[str, tuple[float, float]] = {
     # name: the expected value, and the standard deviation of its logarithm
     "products.bf16": (0.85, 0.1),
     "products.tensorwise": (0.8, 0.15),
-    "products.blockwise": (0.3, 0.3),
+    "products.blockwise": (0.5, 0.3),
     "attention": (0.71, 0.1),
     "waves_lost": (0.35, 0.3),
     "tile_us": (1.3, 0.3),
     "step_bytes": (100.0, 0.3),
     "launch_us": (60.0, 0.5),
+    "low": (1.3, 0.3),
     "module_us": (150.0, 0.7),
     "step_us": (15000.0, 0.5),
     "dispatch": (50.0, 1.0),
@@ -72,14 +76,16 @@ MEMORY = 0.8875
 PRODUCT = (8192, 792e12)
 """Measured there: the sides of a square product in bf16, and its FLOP/s."""
 GRADIENT_BYTES = 18.0
-"""Measured: the kernels that add gradients take 44.6 ms of a step of 8B widths and 18.3 ms of the
-1B model, four micro-batches each; 21 and 16 bytes for each element of a linear weight.
+"""Measured where a gradient is added apart: those kernels take 44.6 ms of a step of 8B widths and
+18.3 ms of the 1B model, four micro-batches each; 21 and 16 bytes for each element of a linear
+weight. The GEMM of a weight in bf16 adds it up by itself since.
 """
+LOW = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
 # A layer of Llama: linear layers, and the other operations that move bytes or multiply.
 LINEAR = 4
 OTHERS = 8
-BF16_LINEAR = (1.0, 3.0)
-"""A product; two products, and a sum into the gradient."""
+BF16_LINEAR = (1.0, 2.0)
+"""A product; two products, of which one adds to the gradient."""
 NOISE = 0.04
 SMALL_NOISE = 0.2
 """Of runs of tiny models, with other runs at the same time."""
@@ -105,11 +111,27 @@ def work_of(words: Sequence[str]) -> StepWork:
 
 
 def rows(since: str) -> list[Row]:
-    """Return the runs in results/gpu that are not older."""
+    """Return the runs in results/gpu that are not older, in the order of their folders' names."""
     found = []
+    for path in sorted((RESULTS / "gpu").glob("*/steps.json")):
+        kept = json.loads(path.read_text())
+        commit = path.parent.name.rpartition("_")[2]
+        for run in kept["steps"]:
+            if path.parent.name < since or run["commit"] != commit:
+                continue
+            shape, form = run["case"].split(":")
+            words = [*SHAPES[shape], *LENGTHS, f"precision={form}", "kernels=triton"]
+            row = Row(
+                f"{shape} {form} steps",
+                kept["date"],
+                run["step_s"],
+                run.get("device_s"),
+                work_of(words),
+            )
+            found.append(row)
     for path in sorted((RESULTS / "gpu").glob("*/summary.json")):
         summary = json.loads(path.read_text())
-        if summary["date"] < since:
+        if path.parent.name < since:
             continue
         for name, run in summary["train"].items():
             shape, form, kernels = name.split()
@@ -141,8 +163,11 @@ def launches(since: str) -> dict[str, tuple[float, float]]:
     counted: dict[str, Any] = {}
     for path in sorted((RESULTS / "gpu").glob("*/summary.json")):
         summary = json.loads(path.read_text())
-        if summary["date"] >= since or not counted:
+        if path.parent.name >= since or not counted:
             counted |= {key: unit["count"] for key, unit in summary["host"].items()}
+    for path in sorted((RESULTS / "gpu").glob("*/steps.json")):
+        if path.parent.name >= since:
+            counted |= json.loads(path.read_text())["launches"]
     wide = counted["1b bf16"]
     low = counted["1b fp8_tensorwise"]
     forward, backward = BF16_LINEAR
@@ -155,7 +180,7 @@ def launches(since: str) -> dict[str, tuple[float, float]]:
         (low["backward"] - OTHERS * other[1]) / LINEAR,
     )
     # not counted yet: as many as tensorwise
-    more = dict.fromkeys(("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"), tensorwise)
+    more = dict.fromkeys(LOW, tensorwise)
     return {"linear": BF16_LINEAR, "experts": BF16_LINEAR, "other": other, **more}
 
 
@@ -183,10 +208,14 @@ def values_of(
             "source": source,
             **{name: v[name] for name in ("launch_us", "module_us", "step_us")},
             "launches": {
-                **{kind: list(pair) for kind, pair in counts.items()},
+                # One of a product in low precision costs more than another: it is ours, in Triton.
+                **{
+                    kind: [each * (v["low"] if kind in LOW else 1.0) for each in pair]
+                    for kind, pair in counts.items()
+                },
                 "dispatch": [v["dispatch"], v["dispatch"]],
             },
-            "waits": ["tensorwise"],
+            "waits": [],
             "gradient_bytes": GRADIENT_BYTES,
             "step_bytes": v["step_bytes"],
         },
@@ -267,7 +296,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--since", default="", help="the date of the oldest run that counts")
+    parser.add_argument(
+        "--since", default=SINCE, help="the oldest folder of results/gpu that counts"
+    )
     parser.add_argument("--write", action="store_true", help="save the rates and the errors")
     options = parser.parse_args()
     every = rows(options.since)

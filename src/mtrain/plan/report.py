@@ -115,9 +115,10 @@ def assumptions(run: RunConfig) -> list[str]:
     p = run.precision
     gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
     again = run.parallel.recompute
-    of = ", ".join(again.modules or ()) if again.granularity == "selective" else ""
+    of = f" ({', '.join(again.modules or ())})" if again.granularity == "selective" else ""
+    how = "no" if again.granularity in (None, "none") else again.granularity
     words = [
-        f"{again.granularity.replace('none', 'no')} recomputation{f' ({of})' if of else ''}",
+        f"{how} recomputation{of}",
         f"gradients of {gradient} bytes",
         f"main weights of {main_weight_bytes(run)}",
     ]

@@ -316,11 +316,19 @@ def _kernels(work: StepWork, device: Device, reached: Efficiencies) -> Kernels:
     return Kernels(device, reached, p.format, p.multiplies_in, recipe, element, gradient, low)
 
 
+def _adds_apart(work: StepWork) -> bool:
+    """Return whether weight gradients are added to their buffers in a pass of their own: our
+    products in eight bits cannot add.
+    """
+    ours = work.run.precision.quantized is not None and work.run.kernels.linear != "te"
+    return ours or not work.run.kernels.gradient_accumulation_fusion
+
+
 def _computed(work: StepWork, stage: Work, kernels: Kernels) -> dict[str, float]:
     """Return the seconds of the device for one micro-batch, by part."""
     reached = kernels.reached
     moved = stage.moved
-    if reached.host is not None and not work.run.kernels.gradient_accumulation_fusion:
+    if reached.host is not None and _adds_apart(work):
         weights = weights_of(stage, grouped=False) + weights_of(stage, grouped=True)
         moved += weights * reached.host.gradient_bytes
     parts = {
