@@ -203,6 +203,7 @@ def install() -> Launches:
         raise RuntimeError("TRITON_INTERPRET is set: kernels would be interpreted, not launched")
     driver.set_active(NullDriver())
     import mtrain_kernels.runtime as runtime
+    from mtrain_kernels import linear
     from mtrain_kernels.registry import Implementation
 
     runtime._driver_obstacle = lambda device: None  # type: ignore[assignment]
@@ -219,6 +220,11 @@ def install() -> Launches:
         dtype = out_dtype or next(each for each in more if isinstance(each, torch.dtype))
         return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
+    def added(into: Any, dy: Any, x: Any, **_: Any) -> None:
+        torch.mm(dy.t(), x)
+
+    # On a GPU one call of cuBLAS adds a weight gradient in fp32; a CPU would widen its operands.
+    linear.add_weight_gradient = added
     torch._scaled_mm = scaled
     torch._scaled_mm_v2 = scaled
     torch.cuda.get_device_capability = lambda device=None: CAPABILITY

@@ -200,11 +200,17 @@ def words_of(
     """Return the words of mtrain's configuration."""
     layers -= layers % kind.period
     pattern = [f"model.hybrid.pattern={kind.pattern * (layers // kind.period)}"]
+    on_gpu = []
+    if kernels == "triton":
+        # What mtrain chooses on a GPU, and a CPU does not.
+        on_gpu = ["kernels.gradient_accumulation_fusion=true"]
+        on_gpu += ["kernels.linear=torch"] if form == "bf16" else []
     return [
         *kind.words,
         *_words(SIZES | {"num_layers": layers}),
         *(pattern if kind.pattern else []),
         f"kernels={kernels}",
+        *on_gpu,
         *FORMATS[form],
         "cluster=cpu",
         "parallel=single",

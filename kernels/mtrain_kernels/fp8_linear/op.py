@@ -365,7 +365,9 @@ def _as_cublas(scale: Tensor, rows: int) -> Tensor:
     """
     if rows == 1:
         return scale.t().contiguous().t()
-    return functional.pad(scale, (0, -scale.shape[1] % 4)).t()
+    missing = -scale.shape[1] % 4
+    # A padding of nothing would copy.
+    return (functional.pad(scale, (0, missing)) if missing else scale).t()
 
 
 _RECIPES = {1: "BlockWise1x128", reference.BLOCK: "BlockWise128x128"}

@@ -204,7 +204,8 @@ class _Product:
 
 
 def _add_whole(weight: Tensor, dweight: Tensor) -> Tensor:
-    return add_scaled(weight, dweight, dweight.new_ones(()))
+    weight.main_grad.add_(dweight)  # type: ignore[attr-defined]
+    return nothing(weight)
 
 
 def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
