@@ -47,6 +47,8 @@ def without(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 HERE = [patch.name for patch in PATCHES if release.release() in patch.versions]
+# Later releases offload tensors of CUDA only, so that case cannot run there.
+RUNNABLE = [name for name in CASES if name != "evaluated-offload" or name in HERE]
 PLAIN = [name for name in HERE if not name.startswith("fsdp-")]
 
 
@@ -56,7 +58,7 @@ def test_adapter_patches_without_fix_shows_defect(name: str, without: dict[str, 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_adapter_patches_with_fix_removes_defect(name: str) -> None:
     assert outcome(CASES[name]) == FINE
 
