@@ -9,6 +9,7 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.resolve.resolution import resolve
+from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.recipes.delta import unequal
 from mtrain.recipes.imported import MARK
@@ -98,6 +99,7 @@ def test_identity_alternative_flags_round_trip(words: str) -> None:
 @given(runs())
 @example(UnresolvedRun.model_validate(compose([]).run.to_dict() | {"recipe": {}}))
 def test_identity_random_config_round_trips(run: UnresolvedRun) -> None:
+    run = _with_derived(run)
     text = export_script(run)
     assert unequal(_with_ranks(back(text), run), run) == [], text
 
@@ -131,6 +133,17 @@ def test_identity_dynamic_cp_has_own_flags() -> None:
     assert "--hybrid-context-parallel" in text
     assert "--max-seqlen-per-dp-cp-rank 200" in text
     assert not any(key.startswith("parallel.") for key in marked(text))
+
+
+def _with_derived(run: UnresolvedRun) -> RunConfig:
+    """Set what every resolved run has and this one leaves open; kernels may be chosen later."""
+    found = run.flat()
+    missing = {
+        path: value
+        for path, value in resolved().flat().items()
+        if value is not None and found.get(path, 0) is None and not path.startswith("kernels.")
+    }
+    return RunConfig.model_validate(apply(run, missing).to_dict())
 
 
 def _with_ranks(run: UnresolvedRun, wanted: UnresolvedRun) -> UnresolvedRun:
