@@ -84,10 +84,13 @@ def test_convert_round_trip_is_bytewise_and_computes_same(name: str, tmp_path: P
     assert command("import", theirs_, run) == 0
     assert command("export", run, again) == 0
     assert data_of(again) == data_of(theirs_)
+    # A linear attention carries the rounding of its products through the sequence, and processors
+    # round them differently.
+    within = 5e-5 if name.startswith("qwen3 next") else 1e-5
     for folder in (run, again):
         certificate = json.loads((folder / "conversion.json").read_text())
         found = certificate["logits"]
-        assert found["largest_error"] <= 1e-5 * max(1.0, found["largest_logit"]), found
+        assert found["largest_error"] <= within * max(1.0, found["largest_logit"]), found
         held = certificate["source" if folder == run else "target"]
         used = [name for step in certificate["steps"] for name in step["theirs"]] + list(
             certificate["copies"]

@@ -24,7 +24,7 @@ CHANGED: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window_size": [15, 0]}, "model.window_size=16"),
     "a part that is not there": (
         {"apply_residual_connection_post_layernorm": True},
-        "the network has no such part",
+        "mtrain has no such part of the network",
     ),
 }
 
