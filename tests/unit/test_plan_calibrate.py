@@ -300,7 +300,7 @@ def test_calibrate_runs_give_gpu_speed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_calibrate_runs_give_gpu_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two steps that wait for the host and two that do not."""
+    """Fit the host to two steps that wait for it and two that do not."""
     on = ["data=mock", "parallel=single", "cluster=h200", "cluster.devices_per_node=1"]
     on += ["data.seq_length=1024", "trainer.micro_batch_size=1", "trainer.global_batch_size=4"]
     models = ("llama32_1b", "llama_tiny", "llama3_8b model.num_layers=8", "llama3_8b")

@@ -68,7 +68,7 @@ def test_plan_time_host_cost_hides_behind_device() -> None:
 
 
 def test_plan_time_low_precision_waits_per_product() -> None:
-    """Where the host waits in each layer, nothing that it is ahead of helps it later."""
+    """A host that waits in each layer gains nothing from being ahead in another."""
     found = work("8b fp8_tensorwise")
     device = device_of(found.run.cluster)
     host = own().host
