@@ -350,6 +350,21 @@ def _figures(home: Path) -> dict[str, Any]:
     return said
 
 
+FRAMES = 6
+
+
+def _places(home: Path) -> str:
+    """Return the innermost places of the traceback that a rank wrote, for the machine is gone when
+    somebody reads of it; empty without one.
+    """
+    written = max(home.glob("*/errors/rank_*.json"), default=None)
+    if written is None:
+        return ""
+    lines = json.loads(written.read_text()).get("traceback", "").splitlines()
+    places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+    return "; at " + " < ".join(reversed(places[-FRAMES:])) if places else ""
+
+
 def _hold(
     command: Command, code: int, output: str, home: Path, said: dict[str, Any], results: Results
 ) -> None:
@@ -363,9 +378,8 @@ def _hold(
     wanted = -signal.SIGKILL if killed else hold.get("exit", 0)
     if code != wanted:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
-        raise RuntimeError(
-            f"ended with {code}, not {wanted}: {lines[-1] if lines else 'it said nothing'}"
-        )
+        said_last = lines[-1] if lines else "it said nothing"
+        raise RuntimeError(f"ended with {code}, not {wanted}: {said_last}{_places(home)}")
     losses = said.get("losses", [])
     if hold.get("falls"):
         third = max(1, len(losses) // 3)

@@ -556,3 +556,14 @@ def test_gpu_runs_results_name_device_and_commit(
         assert {"torch", "triton", "megatron-core"} <= set(summary["versions"])
         assert summary["command"]
         assert all(op["failed"] == len(op["failures"]) for op in summary["parity"].values())
+
+
+def test_gpu_runs_failure_names_places_of_a_rank(runs: ModuleType, tmp_path: Path) -> None:
+    assert runs._places(tmp_path) == ""
+    errors = tmp_path / "20990102-llama" / "errors"
+    errors.mkdir(parents=True)
+    frames = [f'  File "part{i}.py", line {i}, in step\n    wait()\n' for i in range(9)]
+    (errors / "rank_00000.json").write_text(json.dumps({"traceback": "".join(frames)}))
+    said = runs._places(tmp_path)
+    assert said.startswith('; at File "part8.py", line 8, in step < File "part7.py"')
+    assert "part2.py" not in said

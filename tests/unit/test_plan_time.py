@@ -64,7 +64,9 @@ def test_plan_time_parts_add_up_and_rate_follows(words: str) -> None:
 def test_plan_time_better_device_is_never_slower(words: str, key: str) -> None:
     run = run_of(words)
     more = run.cluster.model_copy(update={key: getattr(run.cluster, key) * 2})
-    assert step_time(run.model_copy(update={"cluster": more})).seconds <= step_time(run).seconds
+    faster = step_time(run.model_copy(update={"cluster": more})).seconds
+    # Sums of the same parts in another order differ in the last bit.
+    assert faster <= step_time(run).seconds * (1 + 1e-12)
 
 
 def test_plan_time_peak_doubles_large_products_only() -> None:

@@ -63,7 +63,7 @@ def test_plan_time_host_cost_hides_behind_device() -> None:
     half = replace(own(), host=replace(host, launch_us=host.launch_us / 2))
     now = priced(wide, device, own()).seconds
     assert priced(wide, device, half).seconds == pytest.approx(now, rel=1e-3)
-    narrow = work("1b bf16")
+    narrow = work("1b fp8_tensorwise")
     assert priced(narrow, device, half).seconds < 0.85 * priced(narrow, device, own()).seconds
 
 

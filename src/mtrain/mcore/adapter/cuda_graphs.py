@@ -26,6 +26,11 @@ def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[...
                 _gather_again(chunk)
         return schedule(**given)
 
+    # megatron-core keeps its graphs in the class, and would replay those of an earlier run of this
+    # process, whose memory is free.
+    FullCudaGraphWrapper.curr_iteration = {"training": 0, "validation": 0}
+    FullCudaGraphWrapper.cuda_graph = {"training": None, "validation": None}
+    FullCudaGraphWrapper.result = {"training": None, "validation": None}
     captured: Callable[..., Any] = FullCudaGraphWrapper(
         gathering, cuda_graph_warmup_steps=warmup_steps
     )
