@@ -73,11 +73,13 @@ def test_captured_parts_whole_step_gathers_after_evaluation() -> None:
         def schedule(**_: Any) -> None:
             seen.extend((group.param_gather_dispatched, apart.param_gather_dispatched))
 
-        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
+        StaticBufferLoader.static_buffers = {"training": ["earlier"], "validation": []}
         FullCudaGraphWrapper.cuda_graph = {"training": "of an earlier run", "validation": None}
         step = whole_steps(schedule, 9)
         assert FullCudaGraphWrapper.cuda_graph["training"] is None
+        assert StaticBufferLoader.static_buffers["training"] == []
         given = {"model": chunk, "num_microbatches": 1, "seq_length": 8}
         for forward_only in (True, False):
             step(data_iterator=iter([{}]), forward_only=forward_only, **given)

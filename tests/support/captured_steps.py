@@ -111,7 +111,7 @@ def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
         layers = _Layers(findings)
         whole = _Whole(findings)
         wrapper = "megatron.core.full_cuda_graph.FullCudaGraphWrapper"
-        stack.enter_context(mock.patch(wrapper, whole.wrapping))
+        stack.enter_context(mock.patch(wrapper, side_effect=whole.wrapping))
         stack.enter_context(_recorded_managers(layers))
         stack.enter_context(_eager_parts(run))
         stack.enter_context(_generators(findings, registered))

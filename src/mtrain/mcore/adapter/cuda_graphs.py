@@ -17,7 +17,7 @@ def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[...
     What a micro-batch holds is copied to where the graph reads it; what is returned lies in the
     memory of the graph until the next call. Calls with and without backward are two graphs.
     """
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
     def gathering(**given: Any) -> Any:
         chunks = given["model"]
@@ -26,8 +26,9 @@ def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[...
                 _gather_again(chunk)
         return schedule(**given)
 
-    # megatron-core keeps its graphs in the class, and would replay those of an earlier run of this
-    # process, whose memory is free.
+    # megatron-core keeps graphs and the samples that they read in classes. It would replay those of
+    # an earlier run of this process, whose memory is free and whose samples may differ in shape.
+    StaticBufferLoader.static_buffers = {"training": [], "validation": []}
     FullCudaGraphWrapper.curr_iteration = {"training": 0, "validation": 0}
     FullCudaGraphWrapper.cuda_graph = {"training": None, "validation": None}
     FullCudaGraphWrapper.result = {"training": None, "validation": None}
