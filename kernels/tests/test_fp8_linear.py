@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from mtrain_kernels import parity
-from mtrain_kernels.fp8_linear import op, reference
+from mtrain_kernels.fp8_linear import cublas, op, reference
 from mtrain_kernels.fp8_linear.op import Recipe, Shares, fp8_linear
 from mtrain_kernels.quantize.op import quantize_blocks, quantize_tensorwise
 from mtrain_kernels.registry import Unavailable
@@ -180,19 +180,39 @@ def _same(x: Tensor) -> Tensor:
 
 
 def test_fp8_linear_gradient_goes_to_its_fp32_buffer() -> None:
-    kept: list[Tensor] = []
+    into = torch.zeros(12, 32)
 
-    def keep(weight: Tensor, dweight: Tensor) -> Tensor:
-        kept.append(dweight)
+    def keep(weight: Tensor, add: op.AddProduct) -> Tensor:
+        add(into)
         return torch.zeros_like(weight)
 
     given = inputs(8, 12, 32)
     plain = fp8_linear(**given, recipe=RECIPES[2], impl="reference").sum()
     (wanted,) = torch.autograd.grad(plain, given["weight"])
     fp8_linear(**given, recipe=RECIPES[2], gradient=keep, impl="reference").sum().backward()
-    assert kept[0].dtype == torch.float32
-    assert torch.equal(kept[0].bfloat16(), wanted)
+    assert torch.equal(into.bfloat16(), wanted)
     assert not given["weight"].grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [("one", "one"), ("1x128", "1x128")])
+def test_fp8_linear_added_product_equals_separate_sum(
+    kinds: tuple[str, str], dtype: torch.dtype
+) -> None:
+    given = operands(130, 70, 200, kinds)
+    # A buffer between others: rows that are not contiguous, and neighbours that stay.
+    whole = torch.randn(130, 80).to(dtype)
+    for impl in ("triton", "reference"):
+        product = op.scaled_product(**given, dtype=torch.float32, impl=impl)
+        wanted = whole.clone()
+        wanted[:, :70] += product
+        into = whole.clone()
+        op.add_scaled_product(into[:, :70], **given, impl=impl)
+        assert torch.equal(into, wanted), impl
+    with parity.caught(KERNELS, "if ADD:", "if ADD and m > 200:"):
+        into = whole.clone()
+        op.add_scaled_product(into[:, :70], **given, impl="triton")
+        assert torch.equal(into, wanted)
 
 
 def test_fp8_linear_cublas_limits_are_refused_or_rerouted(
@@ -201,7 +221,7 @@ def test_fp8_linear_cublas_limits_are_refused_or_rerouted(
     taken: list[str] = []
     monkeypatch.setattr(op, "pick", lambda name, impl, *_: "torch")
     monkeypatch.setattr(op, "_product", lambda *given: taken.append(given[-1]))
-    monkeypatch.setattr(op, "_refuses_blocks", lambda device: None)
+    monkeypatch.setattr(cublas, "refuses_blocks", lambda device: None)
     plain = operands(16, 32, 48, ("one", "one"))
     blocks = operands(16, 32, 48, ("1x128", "1x128"))
     both = plain | {name: plain[name].to(torch.float8_e5m2) for name in "ab"}
@@ -223,7 +243,7 @@ def test_fp8_linear_cublas_limits_are_refused_or_rerouted(
     op.scaled_product(**plain | {"b": both["b"]})
     op.scaled_product(**blocks, impl="torch")
     assert taken[10:] == ["torch"] * 3
-    monkeypatch.setattr(op, "_refuses_blocks", lambda device: "sm_90 only")
+    monkeypatch.setattr(cublas, "refuses_blocks", lambda device: "sm_90 only")
     with pytest.raises(Unavailable, match="sm_90 only"):
         op.scaled_product(**blocks, impl="torch")
 
@@ -231,7 +251,7 @@ def test_fp8_linear_cublas_limits_are_refused_or_rerouted(
 @pytest.mark.parametrize(("rows", "columns"), [(1, 3), (128, 5), (128, 8)])
 def test_fp8_linear_scales_lie_as_cublas_reads(rows: int, columns: int) -> None:
     scale = torch.rand(6, columns)
-    found = op._as_cublas(scale, rows)
+    found = cublas.as_read(scale, rows)
     if rows == 1:
         assert torch.equal(found, scale)
         assert found.stride() == (1, 6)
@@ -256,6 +276,10 @@ def test_fp8_linear_passes_registration_and_refuses_unfit() -> None:
         op.scaled_product(given["a"], given["a_scale"], given["b"], given["b_scale"].double())
     with pytest.raises(ValueError, match=r"torch.int8 must be floating"):
         op.scaled_product(**given, dtype=torch.int8)
+    with pytest.raises(ValueError, match="must be floating point"):
+        op.add_scaled_product(torch.zeros(3, 5), **given)
+    with pytest.raises(ValueError, match="unit strides"):
+        op.add_scaled_product(torch.zeros(6, 5).t(), **given)
     with pytest.raises(ValueError, match=r"x \(2, 3\) and weight \(4, 5\)"):
         fp8_linear(torch.ones(2, 3), torch.ones(4, 5), Recipe("blockwise"))
     with pytest.raises(ValueError, match="no recipe"):

@@ -13,7 +13,7 @@ import torch
 from mtrain_kernels.attention.flash import partial_attention
 from mtrain_kernels.attention.seen import Seen, table
 from mtrain_kernels.causal_conv1d.op import causal_conv1d
-from mtrain_kernels.fp8_linear.op import Recipe, Shares, fp8_linear, weights_stay
+from mtrain_kernels.fp8_linear.op import AddProduct, Recipe, Shares, fp8_linear, weights_stay
 from mtrain_kernels.gated_delta_rule.op import gated_delta_rule
 from mtrain_kernels.grouped_gemm import op as grouped
 from mtrain_kernels.grouped_gemm import reference
@@ -172,8 +172,9 @@ def linear_layers() -> Iterator[Any]:
             )
 
 
-def _kept(weight: Tensor, made: Tensor) -> Tensor:
-    return made.to(weight.dtype)
+def _kept(weight: Tensor, add: AddProduct) -> Tensor:
+    add(torch.empty(weight.shape, device=META))
+    return torch.empty_like(weight)
 
 
 def experts() -> Iterator[Any]:

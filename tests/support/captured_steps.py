@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import FakeWork
 
 from tests.support import capture_recorder
 from tests.support.capture_recorder import Capture, Finding, Outside
+from tests.support.gradient_passes import GradientPasses
 from tests.support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,8 @@ META = torch.device("meta")
 
 def recorded(cases: dict[str, list[str]], timeout_s: float = 300) -> dict[str, dict[str, Any]]:
     """Return the findings of every case by its name: `refused`, codes of rules; `found`, sentences;
-    `layers`, how many graphs were recorded.
+    `graphs`, how many were recorded; `passes` over gradients apart from `products`, see
+    `GradientPasses`.
 
     Raises `AssertionError` with what the process printed if it did not end well.
     """
@@ -82,11 +84,11 @@ def steps_of(words: list[str]) -> dict[str, Any]:
     if refused:
         return {"refused": refused, "found": [], "graphs": 0}
     findings: list[Finding] = []
-    graphs = _steps(run, findings, faults)
-    return {"refused": [], "found": [str(finding) for finding in findings], "graphs": graphs}
+    seen = _steps(run, findings, faults)
+    return {"refused": [], "found": [str(finding) for finding in findings], **seen}
 
 
-def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
+def _steps(run: Any, findings: list[Finding], faults: list[str]) -> dict[str, Any]:
     from mtrain.devices import cpu_namespace
     from mtrain.world import fake_world
 
@@ -128,7 +130,8 @@ def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
         stay_on_device(context.state.chunks[0].config)
         read = context.train_data.microbatches(0, run.trainer.batch)
         batches = [to_device(cast(Batch, batch), world) for batch in read]
-        steps.gradients(context, batches)
+        with GradientPasses(context.state.chunks) as passes:
+            steps.gradients(context, batches)
         for _ in range(2):
             layers.on = run.trainer.cuda_graph_impl == "local"
             whole.on = True
@@ -140,7 +143,11 @@ def _steps(run: Any, findings: list[Finding], faults: list[str]) -> int:
             layers.end()
             if run.trainer.eval_iters:
                 _evaluate(context, batches)
-        return layers.number + (whole.run is not None)
+        return {
+            "graphs": layers.number + (whole.run is not None),
+            "passes": passes.found,
+            "products": passes.products,
+        }
 
 
 def _evaluate(context: Any, batches: list[Any]) -> None:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from mtrain_kernels.activation.op import activation, activation_gradient
-from mtrain_kernels.fp8_linear import reference
+from mtrain_kernels.admitted import missing
+from mtrain_kernels.fp8_linear import cublas, reference
 from mtrain_kernels.operators import operator
 from mtrain_kernels.quantize import reference as formats
 from mtrain_kernels.quantize.op import (
@@ -36,7 +36,8 @@ from mtrain_kernels.registry import (
     pick,
 )
 
-Gradient = Callable[[Tensor, Tensor], Tensor]
+AddProduct = Callable[[Tensor], None]
+Gradient = Callable[[Tensor, AddProduct], Tensor]
 Share = Callable[[Tensor], Tensor]
 Made = TypeVar("Made")
 
@@ -70,6 +71,8 @@ class Shares(NamedTuple):
 
 
 WHOLE = Shares()
+GRADIENT = "fp8_gradient"
+"""The op of products that are added to a matrix, as gradients of weights are."""
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _kept: dict[tuple[int, Recipe], tuple[Tensor, Any]] | None = None
 _leave = False
@@ -127,8 +130,9 @@ def fp8_linear(
     the implementation of that activation, x is [..., 2 k], gate and up side by side, and the
     activation is made on the way into FP8.
 
-    The result [..., n] has the format of x. `gradient(weight, dweight)` makes what autograd gets,
-    of the gradient [n, k] in fp32; None: that is rounded to the format of the weight. `impl` is
+    The result [..., n] has the format of x. `gradient(weight, add)` returns what autograd gets;
+    `add(into)` adds the gradient [n, k] to a buffer, summed in fp32. None: autograd gets the
+    gradient, rounded to the format of the weight. `impl` is
     `reference`, `triton`, `torch` (cuBLAS: tensorwise on sm_89 and newer, blockwise on sm_90, all
     sizes by 16) or `auto`. Raises `ValueError` for an unknown recipe, `Unavailable` where the named
     implementation cannot run, in the backward if that is where it cannot.
@@ -272,12 +276,12 @@ class _Linear(torch.autograd.Function):
             dx = activation_gradient(dx, gates, "swiglu", impl=ctx.swiglu)
         if not need_weight:
             return dx, *[None] * 7
-        wide = torch.float32 if gradient is not None else weight.dtype
-        x, x_scale = ctx.transposed(*kept)
-        dweight = scaled_product(
-            d.transposed, d.transposed_scale, x, x_scale, dtype=wide, impl=impl
-        )
-        return dx, dweight if gradient is None else gradient(weight, dweight), *[None] * 6
+        operands = d.transposed, d.transposed_scale, *ctx.transposed(*kept)
+        if gradient is None:
+            dweight = scaled_product(*operands, dtype=weight.dtype, impl=impl)
+        else:
+            dweight = gradient(weight, lambda into: add_scaled_product(into, *operands, impl=impl))
+        return dx, dweight, *[None] * 6
 
 
 def _as_kept(*both: Tensor) -> tuple[Tensor, ...]:
@@ -298,6 +302,53 @@ def scaled_product(
     `a` [m, k] and `b` [n, k] in e4m3 or e5m2, scales in fp32. Raises `ValueError` where they do not
     fit.
     """
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype {dtype} must be floating point")
+    backend = _backend(a, a_scale, b, b_scale, impl)
+    return _product(
+        a.contiguous(), a_scale.contiguous(), b.contiguous(), b_scale.contiguous(), dtype, backend
+    )
+
+
+def add_scaled_product(
+    into: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, impl: str = "auto"
+) -> None:
+    """Add `(a_scale a) (b_scale b)^T` to `into` [m, n], which has unit strides along n.
+
+    The product is summed in fp32 and added in fp32, then rounded once to the format of `into`.
+    Operands are those of `scaled_product`. Raises `ValueError` where they do not fit.
+    """
+    backend = _backend(a, a_scale, b, b_scale, impl)
+    if into.shape != (a.shape[0], b.shape[0]) or not into.dtype.is_floating_point:
+        raise ValueError(
+            f"into {tuple(into.shape)} of {into.dtype} must be floating point"
+            f" [{a.shape[0]}, {b.shape[0]}]"
+        )
+    if into.stride(1) != 1 < into.shape[1]:
+        raise ValueError(f"into must have unit strides along its rows, not {into.stride()}")
+    operands = (a.contiguous(), a_scale.contiguous(), b.contiguous(), b_scale.contiguous())
+    _add_product(into, *operands, backend, adds_at_once(a.device))
+
+
+@functools.cache
+def adds_at_once(device: torch.device) -> bool:
+    """Return whether products add to a matrix themselves: on a GPU if parity has proven that on its
+    generation, and on a CPU.
+
+    Otherwise a separate pass adds what they return.
+    """
+    if device.type != "cuda":
+        return True
+    major, minor = torch.cuda.get_device_capability(device)
+    return not missing(10 * major + minor, [GRADIENT])
+
+
+def _backend(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, impl: str) -> str:
+    """Return the name of the implementation that multiplies these operands.
+
+    Raises `ValueError` for operands that do not fit, `Unavailable` if the named implementation
+    does not take them.
+    """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} must be [m, k] and [n, k]")
     for name, data, scale in (("a", a, a_scale), ("b", b, b_scale)):
@@ -306,78 +357,13 @@ def scaled_product(
                 f"{name} must be e4m3 or e5m2 with scales in fp32, not {data.dtype} with"
                 f" {scale.dtype}"
             )
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype {dtype} must be floating point")
     kinds = reference.rows_of(a, a_scale), reference.rows_of(b, b_scale)
     backend = pick("fp8_linear", impl, a.device)
-    if backend == "torch" and (why := _refused(a, b, kinds)):
+    if backend == "torch" and (why := cublas.refused(a, b, kinds)):
         if impl == "torch":
             raise Unavailable(f"fp8_linear: torch cannot run: {why}")
-        backend = _instead(a.device)
-    return _product(
-        a.contiguous(), a_scale.contiguous(), b.contiguous(), b_scale.contiguous(), dtype, backend
-    )
-
-
-def _refused(a: Tensor, b: Tensor, kinds: tuple[int, int]) -> str | None:
-    """Return why cuBLAS does not take these operands, or None; `kinds` are their `rows_of`."""
-    if any(kinds) and (why := _refuses_blocks(a.device)):
-        return why
-    if kinds not in KINDS:
-        return f"cuBLAS takes no scales for {kinds[0]} and {kinds[1]} rows of 128 columns"
-    if any(kinds) and (a.shape[0] % 4 or b.shape[0] % 4):
-        return f"cuBLAS reads scales by 4, and there are {a.shape[0]} and {b.shape[0]} rows"
-    if a.shape[1] % 16 or b.shape[0] % 16:
-        return f"cuBLAS takes widths by 16, not {a.shape[1]} and {b.shape[0]}"
-    return (
-        "cuBLAS takes no two operands in e5m2" if a.dtype == b.dtype == torch.float8_e5m2 else None
-    )
-
-
-@functools.cache
-def _refuses_blocks(device: torch.device) -> str | None:
-    """Return why cuBLAS takes no scales for blocks of 128 on a device, or None."""
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return "cuBLAS takes scales for blocks of 128 on sm_90 only"
-    cuda = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
-    if not hasattr(functional, "scaled_mm") or cuda < (12, 9):
-        return "scales for blocks of 128 need torch 2.10 and CUDA 12.9"
-    return None
-
-
-def _by_cublas(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return the product by cuBLAS, of operands with one scale or with scales for blocks."""
-    kinds = reference.rows_of(a, a_scale), reference.rows_of(b, b_scale)
-    if not any(kinds):
-        return torch._scaled_mm(a, b.t(), a_scale.view(()), b_scale.view(()), out_dtype=dtype)
-    recipes = [getattr(functional.ScalingType, _RECIPES[rows]) for rows in kinds]
-    scales = [_as_cublas(s, rows) for s, rows in zip((a_scale, b_scale), kinds, strict=True)]
-    return functional.scaled_mm(
-        a, b.t(), scales[0], recipes[0], scales[1], recipes[1], output_dtype=dtype
-    )
-
-
-def _as_cublas(scale: Tensor, rows: int) -> Tensor:
-    """Return scales as cuBLAS reads them: of single rows [m, k / 128] with the rows side by side in
-    memory, of squares [k / 128, n / 128] with the columns side by side, by 4 of them.
-    """
-    if rows == 1:
-        return scale.t().contiguous().t()
-    missing = -scale.shape[1] % 4
-    # A padding of nothing would copy.
-    return (functional.pad(scale, (0, missing)) if missing else scale).t()
-
-
-_RECIPES = {1: "BlockWise1x128", reference.BLOCK: "BlockWise128x128"}
-KINDS = (
-    (0, 0),
-    (1, 1),
-    (1, reference.BLOCK),
-    (reference.BLOCK, 1),
-)
-"""Pairs of `rows_of` that cuBLAS multiplies."""
+        return _instead(a.device)
+    return backend
 
 
 @torch.compiler.assume_constant_result
@@ -393,12 +379,33 @@ def _product(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, backend: str
 ) -> Tensor:
     if backend == "torch":
-        return _by_cublas(a, a_scale, b, b_scale, dtype)
+        return cublas.scaled_product(a, a_scale, b, b_scale, dtype)
     if backend == "reference":
         return reference.scaled_product(a, a_scale, b, b_scale, dtype)
     from mtrain_kernels.fp8_linear import triton
 
     return triton.scaled_product(a, a_scale, b, b_scale, dtype)
+
+
+@operator("add_scaled_product", mutates=("into",))
+def _add_product(
+    into: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    backend: str,
+    at_once: bool,
+) -> None:
+    operands = a, a_scale, b, b_scale
+    if at_once and backend == "triton":
+        from mtrain_kernels.fp8_linear import triton
+
+        triton.add_scaled_product(into, *operands)
+        return
+    if at_once and backend == "torch" and cublas.add_scaled_product(into, *operands):
+        return
+    into.add_(_product.function(*operands, torch.float32, backend))
 
 
 def too_old(device: torch.device) -> str | None:
@@ -432,6 +439,53 @@ def _launch(model: Model) -> None:
     triton.scaled_product(a, one, b, one, torch.bfloat16)
     triton.scaled_product(a, rows, b, other[: -(-n // 128)], torch.bfloat16)
     triton.scaled_product(a, rows, b, other, torch.float32)
+
+
+def _launch_gradient(model: Model) -> None:
+    from mtrain_kernels.fp8_linear import triton
+
+    into = torch.empty((model.ffn, model.hidden), dtype=torch.float32, device="meta")
+    one = torch.empty(1, dtype=torch.float32, device="meta")
+    a, b = (
+        torch.empty((size, model.tokens), dtype=torch.float8_e4m3fn, device="meta")
+        for size in into.shape
+    )
+    a_scale, b_scale = (
+        torch.empty((size, -(-model.tokens // 128)), dtype=torch.float32, device="meta")
+        for size in into.shape
+    )
+    triton.add_scaled_product(into, a, one, b, one)
+    triton.add_scaled_product(into, a, a_scale, b, b_scale)
+
+
+def _gradient_case(name: str, kind: str) -> Case:
+    recipe = Recipe(kind)
+
+    def make(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        given: dict[str, Any] = {}
+        for operand, width in (("a", model.ffn), ("b", model.hidden)):
+            x = torch.randn((width, model.tokens), device=device, dtype=dtype)
+            made = quantized(x, recipe, "e4m3", None, False, "reference")
+            given[operand] = made.data
+            given[f"{operand}_scale"] = made.scale
+        return {"into": torch.randn((model.ffn, model.hidden), device=device), **given}
+
+    def call(inputs: dict[str, Any], impl: str) -> Tensor:
+        into: Tensor = inputs["into"]
+        backend = pick(GRADIENT, impl, into.device)
+        _add_product(*inputs.values(), backend, True)
+        return into
+
+    def checked(inputs: dict[str, Any], impl: str) -> Tensor:
+        return call(inputs | {"into": inputs["into"].clone()}, impl)
+
+    def cost(model: Model) -> Cost:
+        m = model.ffn
+        n = model.hidden
+        moved = (m + n) * model.tokens + 8 * m * n
+        return Cost(bytes=moved, flops=2 * m * n * model.tokens)
+
+    return Case(name, make, call, forward=cost, checked=checked)
 
 
 def _case(name: str, kind: str, swiglu: bool = False) -> Case:
@@ -491,6 +545,22 @@ OPS = (
             _case("swiglu_linear_blockwise", "blockwise", swiglu=True),
         ),
         launch=_launch,
+        implementations={
+            "torch": Implementation("torch", _cublas),
+            "triton": Implementation(
+                "triton", lambda device: TRITON.obstacle(device) or too_old(device)
+            ),
+            "reference": REFERENCE,
+        },
+        oldest=89,
+    ),
+    Op(
+        GRADIENT,
+        cases=(
+            _gradient_case("gradient_tensorwise", "tensorwise"),
+            _gradient_case("gradient_blockwise", "blockwise"),
+        ),
+        launch=_launch_gradient,
         implementations={
             "torch": Implementation("torch", _cublas),
             "triton": Implementation(

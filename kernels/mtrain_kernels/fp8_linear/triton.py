@@ -21,12 +21,12 @@ GROUP = 8  # tiles of rows that run side by side, so that operands are read from
 
 @kernel
 def scaled_product_kernel(
-    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, y_ptr, m, n, k, a_row, b_row, a_blocks, b_blocks,
-    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE: tl.constexpr, ACROSS: tl.constexpr,
-    GROUP: tl.constexpr,
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, y_ptr, m, n, k, a_row, b_row, y_row, a_blocks,
+    b_blocks, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE: tl.constexpr, ACROSS: tl.constexpr,
+    GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the product; `ROWS` of an operand share a scale for each 128 columns, 0:
-    one is for all.
+    one is for all. `ADD` it to what y holds.
     """
     program = tl.program_id(0)
     down = tl.cdiv(m, TILE)
@@ -69,10 +69,11 @@ def scaled_product_kernel(
         total *= tl.load(a_scale_ptr)
     if B_ROWS == 0:
         total *= tl.load(b_scale_ptr)
-    to = y_ptr + rows[:, None].to(tl.int64) * n + columns[None, :]
-    tl.store(
-        to, cast(total, y_ptr.dtype.element_ty), mask=(rows[:, None] < m) & (columns[None, :] < n)
-    )
+    to = y_ptr + rows[:, None].to(tl.int64) * y_row + columns[None, :]
+    inside_y = (rows[:, None] < m) & (columns[None, :] < n)
+    if ADD:
+        total += tl.load(to, mask=inside_y, other=0.0).to(tl.float32)
+    tl.store(to, cast(total, y_ptr.dtype.element_ty), mask=inside_y)
 
 
 def scaled_product(
@@ -81,20 +82,36 @@ def scaled_product(
     """Launch the kernel on `a` [m, k] and `b` [n, k] with unit strides along k; see
     `reference.scaled_product`.
     """
+    y = a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+    _launch(y, a, a_scale, b, b_scale, add=False)
+    return y
+
+
+def add_scaled_product(
+    into: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor
+) -> None:
+    """Launch the kernel so that it adds the product to `into` [m, n], which has unit strides along
+    n.
+    """
+    _launch(into, a, a_scale, b, b_scale, add=True)
+
+
+def _launch(
+    y: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, add: bool
+) -> None:
     m, k = a.shape
     n = b.shape[0]
-    y = a.new_empty((m, n), dtype=dtype)
-    if y.numel():
-        a_rows = rows_of(a, a_scale)
-        b_rows = rows_of(b, b_scale)
-        across = TILE // 2 if a_rows == b_rows == 1 else TILE  # scales of both take registers
-        blocks = [
-            scale.stride(0) if rows else 0 for rows, scale in ((a_rows, a_scale), (b_rows, b_scale))
-        ]
-        with on_device_of(a):
-            scaled_product_kernel[(ceil_div(m, TILE) * ceil_div(n, across),)](
-                a, a_scale, b, b_scale, y, m, n, k, a.stride(0), b.stride(0), *blocks,
-                A_ROWS=a_rows, B_ROWS=b_rows, TILE=TILE, ACROSS=across, GROUP=GROUP, num_warps=8,
-                num_stages=3,
-            )  # fmt: skip
-    return y
+    if not y.numel():
+        return
+    a_rows = rows_of(a, a_scale)
+    b_rows = rows_of(b, b_scale)
+    across = TILE // 2 if a_rows == b_rows == 1 else TILE  # scales of both take registers
+    blocks = [
+        scale.stride(0) if rows else 0 for rows, scale in ((a_rows, a_scale), (b_rows, b_scale))
+    ]
+    with on_device_of(a):
+        scaled_product_kernel[(ceil_div(m, TILE) * ceil_div(n, across),)](
+            a, a_scale, b, b_scale, y, m, n, k, a.stride(0), b.stride(0), y.stride(0), *blocks,
+            A_ROWS=a_rows, B_ROWS=b_rows, TILE=TILE, ACROSS=across, GROUP=GROUP, ADD=add,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     layers,
 )
-from mtrain_kernels.fp8_linear.op import Recipe, Shares, fp8_linear
+from mtrain_kernels.fp8_linear.op import AddProduct, Recipe, Shares, fp8_linear
 from mtrain_kernels.linear import add_weight_gradient, fits, linear
 from mtrain_kernels.quantize.op import Operand
 from torch import Tensor
@@ -203,8 +203,8 @@ class _Product:
         return y if bias is None else y + bias
 
 
-def _add_whole(weight: Tensor, dweight: Tensor) -> Tensor:
-    weight.main_grad.add_(dweight)  # type: ignore[attr-defined]
+def _add_whole(weight: Tensor, add: AddProduct) -> Tensor:
+    add(weight.main_grad)  # type: ignore[attr-defined]
     return nothing(weight)
 
 
