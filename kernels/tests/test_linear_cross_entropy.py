@@ -206,6 +206,9 @@ def test_linear_cross_entropy_passes_opcheck(impl):
     for wide, classes in ((False, None), (True, torch.rand(40))):
         rest = (*settings, 0, wide, True, True, False, wide, impl)
         torch.library.opcheck(op._linear_cross_entropy.op, (*given.values(), classes, *rest))
+    plain = (each.detach() for each in given.values())
+    into = (torch.zeros(40, 8), *plain, None, *settings, 0, True, True, impl)
+    torch.library.opcheck(op._linear_cross_entropy_into.op, into)
     given.pop("token_weights")
     torch.library.opcheck(op._token_cross_entropy.op, (*given.values(), None, *settings, impl))
 
@@ -382,6 +385,42 @@ def test_linear_cross_entropy_buffered_weight_gradient_is_equal():
     )
     torch.testing.assert_close((apart[0], sent[0], apart[2]), plain)
     assert not apart[1].any()
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_linear_cross_entropy_forward_adds_to_buffer(impl):
+    given = inputs(7, 24, 45, torch.float32)
+    given["labels"].clamp_(max=40)
+    leaves = [given[name] for name in ("hidden", "weight", "token_weights")]
+    options = {"chunk": 3, "impl": impl, "vocab_size": 41}
+    wanted = torch.autograd.grad(op.linear_cross_entropy(**given, **options)[0], leaves)
+    before = torch.randn(45, 24)
+    into = before.clone()
+    options |= {"into": into, "added": torch.zeros_like}
+    found = torch.autograd.grad(op.linear_cross_entropy(**given, **options)[0], leaves)
+    torch.testing.assert_close((found[0], into - before, found[2]), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(into[41:], before[41:])
+    assert not found[1].any()
+    # An evaluation, and a weight that learns nothing, add nothing.
+    into.copy_(before)
+    with torch.no_grad():
+        op.linear_cross_entropy(**given, **options)
+    op.linear_cross_entropy(**given | {"weight": given["weight"].detach()}, **options)[0].backward()
+    assert torch.equal(into, before)
+
+
+def test_linear_cross_entropy_broken_promise_is_refused():
+    given = inputs(5, 8, 13, torch.float32)
+    options = {"into": torch.zeros(13, 8), "added": torch.zeros_like}
+    with pytest.raises(RuntimeError, match="must be 1"):
+        (2 * op.linear_cross_entropy(**given, **options)[0]).backward()
+    total, *_ = op.linear_cross_entropy(**given, **options)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="given them away"):
+        total.backward()
+    for wrong in ({"added": None}, {"gradient": torch.add}, {"into": torch.zeros(12, 8)}):
+        with pytest.raises(ValueError, match="into"):
+            op.linear_cross_entropy(**given, **options | wrong)
 
 
 MEASURE = """

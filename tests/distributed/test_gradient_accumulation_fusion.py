@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from mtrain.config.rules import apply
+from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.run import RunConfig
+from tests.support.captured_steps import recorded
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
@@ -26,6 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ranks": 2, "tp": 2},
     ),
     "pp2, tied": ({"tie_word_embeddings": True}, {"ranks": 2, "pp": 2}),
+    "experts": ({"moe": MoEConfig(num_experts=4, ffn_hidden_size=32)}, {}),
     "dp2 overlapped": (
         {},
         {"ranks": 2, "distributed_optimizer": True, "overlap_grad_reduce": True},
@@ -45,7 +48,7 @@ def _errors(found: Any, right: Any) -> dict[str, float]:
     return {key: float((found[1][key] - g).norm() / g.norm()) for key, g in right[1].items()}
 
 
-@pytest.mark.parametrize("name", some(CASES, ["tp2 sequence parallel, tied"]))
+@pytest.mark.parametrize("name", some(CASES, ["tp2 sequence parallel, tied", "experts"]))
 def test_gradient_accumulation_fused_equals_separate(name: str, tmp_path: Path) -> None:
     model, parallel = CASES[name]
     run = tiny_run(model={"num_layers": 2, **model}, **parallel)
@@ -83,3 +86,69 @@ def test_gradient_accumulation_half_precision_is_not_rounded(tmp_path: Path) -> 
     )
     assert whole(apart) == 0
     assert whole(fused) > 1e-4
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_gradient_accumulation_down_projection_adds_to_buffer(fp8: bool) -> None:
+    def job() -> list[bool]:
+        from mtrain_kernels.fp8_linear.op import Recipe
+
+        from mtrain.config.engine.kernels import BY_TORCH
+        from mtrain.mcore.layers.portable import DuplicatedLinear
+        from tests.support import tiny
+
+        config = tiny.config()
+        config.qk_pos_emb_head_dim = 4
+        config.kv_lora_rank = 12
+        tiny.start_world()
+        layer = DuplicatedLinear(
+            32, 16, config=config, init_method=lambda weight: torch.nn.init.normal_(weight)
+        )
+        layer.impl = "reference" if fp8 else BY_TORCH
+        layer.fp8 = Recipe("blockwise") if fp8 else None
+        x = torch.randn(8, 32)
+        layer(x)[0].sum().backward()
+        wanted = layer.weight.grad
+        layer.weight.grad = None
+        layer.weight.main_grad = torch.ones(16, 32)
+        layer.weight.grad_added_to_main_grad = False
+        config.gradient_accumulation_fusion = True
+        layer(x)[0].sum().backward()
+        added = layer.weight.main_grad - 1
+        return [torch.allclose(added, wanted, atol=1e-5), layer.weight.grad_added_to_main_grad]
+
+    assert run_ranks(1, job) == [[True, True]]
+
+
+PADDED = "model.moe.pad_alltoall=true"
+PASSES: dict[str, set[str]] = {
+    "model=llama_tiny": set(),
+    "model=llama_tiny model.tie_word_embeddings=true": set(),
+    "model=llama_tiny precision=fp8_tensorwise": set(),
+    "model=llama_tiny precision=fp8_blockwise parallel=auto cluster.devices_per_node=2"
+    " parallel.tp=2": set(),
+    f"model=mixtral_tiny {PADDED}": set(),
+    f"model=mixtral_tiny {PADDED} precision=fp8_blockwise": set(),
+    "model=nemotron_h_tiny": {"conv1d"},
+    f"model=qwen3_next_tiny {PADDED}": {"conv1d", "gate_weight"},
+    # The loss of a further prediction has a factor that is known only in the backward.
+    f"model=deepseek_tiny {PADDED} precision=fp8_blockwise": {"output_layer"},
+    # The seed: layers that leave their gradients to data parallelism.
+    "model=llama_tiny kernels.gradient_accumulation_fusion=false": {
+        *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        *("output_layer", "word_embeddings"),
+    },
+}
+"""Words of a run on a GPU -> the kinds of matrices whose gradients have a pass of their own: small
+ones, and what a comment explains.
+"""
+
+
+def test_gradient_accumulation_steps_have_no_separate_pass() -> None:
+    for words, found in recorded({words: words.split() for words in PASSES}).items():
+        assert found["refused"] == []
+        kinds = {
+            each.split(":")[0].removesuffix(".weight").split(".")[-1] for each in found["passes"]
+        }
+        assert kinds == PASSES[words], words
+        assert found["products"] or "fusion=false" in words

@@ -135,7 +135,7 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
         after: list[int] = []
         best: list[Any] = []
         real = steps.forward_step
-        real_add = linear._add_in_place
+        real_parameter = linear.parameter_of
         plain = (
             p for c in parts.state.chunks for p in c.parameters() if not hasattr(p, "_local_tensor")
         )
@@ -148,13 +148,12 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
                 best[:] = kept.table()
             return output, loss
 
-        def add_in_place(
-            weight: Any, dy: Any, x: Any
-        ) -> Any:  # what comes back from a hook has lost its attributes
-            return real_add(weights[weight.data_ptr()], dy, x)
+        def parameter_of(weight: Any) -> Any:
+            # A hook returns weights without their attributes.
+            return weights[weight.data_ptr()]
 
         steps.forward_step = forward_step
-        linear._add_in_place = add_in_place
+        linear.parameter_of = parameter_of
         try:
             read = parts.train_data.microbatches(0, run.trainer.batch)
             batches = [to_device(cast(steps.Batch, b), world) for b in read]
@@ -162,7 +161,7 @@ def measured(run: RunConfig, *, lines: bool = False) -> dict[str, Any]:
                 steps.gradients(parts, batches)
         finally:
             steps.forward_step = real
-            linear._add_in_place = real_add
+            linear.parameter_of = real_parameter
         sizes = {
             "weights": sum(
                 p.numel() * p.element_size() for c in parts.state.chunks for p in c.parameters()

@@ -105,6 +105,7 @@ def run(
     need_weight: bool,
     wide: bool,
     backend: str,
+    into: Tensor | None = None,
 ) -> Gradients:
     """`reference.chunked` by a backend for a rank of `group`, whose gradients of hidden states are
     added up.
@@ -132,6 +133,7 @@ def run(
         ranked=ranked,
         wide=wide,
         plain=plain,
+        into=into,
     )
     if need_hidden:
         # Each rank has only its own columns' share of the gradient of hidden states.

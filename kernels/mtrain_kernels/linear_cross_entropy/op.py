@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ from mtrain_kernels.linear_cross_entropy.reference import MOST_PARTS
 from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
+
+Added = Callable[[Tensor], Tensor]
+"""A function of a weight whose gradient has been added to a buffer: returns what autograd gets."""
 
 
 class Losses(NamedTuple):
@@ -52,6 +56,8 @@ def linear_cross_entropy(
     chunk: int | None = None,
     logits: int | None = None,
     gradient: WeightGradient | None = None,
+    into: Tensor | None = None,
+    added: Added | None = None,
     impl: str = "auto",
 ) -> Losses:
     """Return the sum of `token_weights_i loss_i` and the losses of the logits `hidden weight^T`,
@@ -72,7 +78,12 @@ def linear_cross_entropy(
     more than three chunks in fp32, at 4 bytes an element until it is rounded: what is off is less
     than two roundings of the sum, however many chunks there are. `gradient(weight, dweight,
     factor)` makes what autograd gets as the weight's gradient of one in fp32 and the scalar that it
-    is to be multiplied by: it may add both to where those are kept. `class_weights` [vocab_size]
+    is to be multiplied by: it may add both to where those are kept.
+
+    With `into` [v_local, h] in fp32 the caller promises that the gradient of the sum is 1: then the
+    forward adds the weight's gradient to it, chunk by chunk, and the backward returns
+    `added(weight)` to autograd. A backward with another gradient raises `RuntimeError`, on a GPU as
+    an assertion of the device. `class_weights` [vocab_size]
     weigh classes, as in torch's cross entropy; the sum is not divided by them. `ranked` asks for
     `hits`. The loss and the remaining arguments, also the errors raised, are those of
     `cross_entropy`; rows of the weight from `vocab_size` on are padding, take no part, and have a
@@ -104,7 +115,16 @@ def linear_cross_entropy(
         grad and weight.requires_grad,
         not torch.compiler.is_compiling(), gradient is not None, backend,
     )  # fmt: skip
-    if gradient is not None and grad and weight.requires_grad:
+    if (into is None) != (added is None) or (into is not None and gradient is not None):
+        raise ValueError("into goes with added, and neither with gradient")
+    if into is not None and (into.shape != weight.shape or into.dtype != accumulated):
+        raise ValueError(
+            f"into {tuple(into.shape)} of {into.dtype} must be {accumulated} and as large as weight"
+            f" {tuple(weight.shape)}"
+        )
+    if into is not None and grad and weight.requires_grad:
+        total, *rest = _Added.apply(hidden, weight, into, added, *given[:-4], backend)
+    elif gradient is not None and grad and weight.requires_grad:
         total, *rest = _Given.apply(hidden, weight, gradient, *given)
     else:
         total, *rest = _linear_cross_entropy(hidden, weight, *given)[:4]
@@ -150,6 +170,46 @@ class _Given(torch.autograd.Function):
             None,
             d_tokens,
             *[None] * 16,
+        )
+
+
+class _Added(torch.autograd.Function):
+    """The same with the weight's gradient added to a buffer in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, into: Tensor, added: Added, *given: Any
+    ) -> Any:
+        total, *for_reading, dhidden = _linear_cross_entropy_into(into, hidden, weight, *given)
+        ctx.mark_non_differentiable(*for_reading)
+        ctx.added = added
+        ctx.weight = weight
+        ctx.dhidden = dhidden
+        ctx.save_for_backward(for_reading[0])
+        return total, *for_reading
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor, *_: Tensor) -> tuple[Any, ...]:
+        if ctx.dhidden is None:
+            raise RuntimeError(
+                "linear_cross_entropy made its gradients once and has given them away"
+            )
+        dhidden = ctx.dhidden
+        ctx.dhidden = None
+        torch._assert_async(
+            dtotal == 1, "the gradient of linear_cross_entropy's sum must be 1 with `into`"
+        )
+        (losses,) = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            dhidden if wanted[0] else None,
+            ctx.added(ctx.weight),
+            None,
+            None,
+            None,
+            losses if wanted[5] else None,
+            *[None] * 13,
         )
 
 
@@ -308,6 +368,47 @@ def _linear_cross_entropy(
         need_hidden, need_weight, wide, backend,
     )  # fmt: skip
     return (found.losses * token_weights).sum(), *found
+
+
+@operator(
+    "linear_cross_entropy_into",
+    shapes=lambda hidden, labels, token_weights, ranked, need_hidden: (
+        token_weights.new_empty(()),
+        token_weights.new_empty(labels.shape),
+        token_weights.new_empty(labels.shape),
+        token_weights.new_empty(labels.shape if ranked else (0,)),
+        hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
+    ),
+    mutates=("into",),
+)
+def _linear_cross_entropy_into(
+    into: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor,
+    class_weights: Tensor | None,
+    group: str,
+    sequence_parallel: bool,
+    vocab: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float,
+    ignore_index: int,
+    chunk: int,
+    logits: int,
+    ranked: bool,
+    need_hidden: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
+    found = run(
+        hidden, weight, labels, token_weights, class_weights, group, sequence_parallel, terms,
+        chunk, logits, ranked,
+        need_hidden, True, True, backend, into,
+    )  # fmt: skip
+    total = (found.losses * token_weights).sum()
+    return total, found.losses, found.z_losses, found.hits, found.hidden
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -118,6 +118,7 @@ def chunked(
     ranked: bool = False,
     wide: bool = False,
     plain: bool = False,
+    into: Tensor | None = None,
 ) -> Gradients:
     """Return losses and gradients of the weighted sum, `rows` tokens at a time; see
     `linear_cross_entropy` and `Gradients`.
@@ -127,10 +128,16 @@ def chunked(
     underflows in fp16. Rows of the weight that are padding are left out of every product, and their
     gradient stays 0. `wide`: it is added up in fp32 and left so. `ranked`: the hits say whose label
     has the largest logit. `plain`: products are by torch's BLAS, see `mtrain_kernels.linear`.
+    `into` [v_local, h]: each chunk's gradient of the weight is added to it, times 1 instead of a
+    scale, and none is returned.
     """
-    scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
-    # With all weights zero any divisor will do.
-    factors = (token_weights / scale.where(scale != 0, 1))[:, None]
+    if into is not None:
+        scale = token_weights.new_ones(())
+        factors = token_weights[:, None]
+    else:
+        scale = token_weights.abs().amax() if len(token_weights) else token_weights.new_zeros(())
+        # With all weights zero any divisor will do.
+        factors = (token_weights / scale.where(scale != 0, 1))[:, None]
     counted = (labels != terms.ignore_index).to(scale.dtype)
     losses = torch.empty_like(token_weights)
     z_losses = torch.empty_like(token_weights)
@@ -138,7 +145,7 @@ def chunked(
     dhidden = hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1]))
     many = wide or len(labels) > MOST_PARTS * rows
     kept = torch.promote_types(weight.dtype, torch.float32) if many else weight.dtype
-    taught = weight if need_weight else weight[:0]
+    taught = weight if need_weight and into is None else weight[:0]
     dweight = zero_gradient(taught, kept, min(rows, len(labels)), plain=plain)
     first = vocabulary.rank * weight.shape[0]
     padded = weight.shape[0]
@@ -147,7 +154,7 @@ def chunked(
     # aligned rows multiply faster; a softmax in place wants none
     width = weight.shape[0] if in_place else padded
     room = _room(hidden, min(rows, len(labels)), width, weight.shape[0])
-    real = dweight[: weight.shape[0]]
+    real = (dweight if into is None else into)[: weight.shape[0]]
     for start in range(0, len(labels), rows):
         part = slice(start, start + rows)
         given = hidden[part], weight, labels[part], first, terms, room

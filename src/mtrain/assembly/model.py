@@ -116,6 +116,9 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
     for chunk in chunks:
         if isinstance(chunk, SummedLosses):
             chunk.auxiliary = auxiliary_outputs_of(run)
+            # fp16 multiplies the loss by its scale, and other objectives do as they like.
+            plain = run.trainer.objective == "next_token" and run.precision.dtype != "fp16"
+            chunk.is_whole_loss = plain
     if run.peft.kind and not any(adapter_parameters(run)):
         rule = f"models of the family {run.model.family} have no adapters that are known here"
         raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])

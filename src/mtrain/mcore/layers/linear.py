@@ -130,7 +130,7 @@ class _Product:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        return linear(input, weight, bias, gradient=_add_in_place if fused else None)
+        return linear(input, weight, bias, gradient=add_in_place if fused else None)
 
     def _by_torch(
         self,
@@ -154,7 +154,7 @@ class _Product:
             product: Tensor = super()._forward_impl(x, weight, bias=bias, **given, **more)  # type: ignore[misc]
             return product
         fuses = fuses and weight.requires_grad
-        return linear(x, weight, bias, gradient=_add_in_place if fuses else None)
+        return linear(x, weight, bias, gradient=add_in_place if fuses else None)
 
     def _in_fp8(
         self,
@@ -198,12 +198,14 @@ class _Product:
         )
         options: dict[str, Any] = {"operand": operand, "swiglu": self.swiglu, "impl": self.impl}
         y = fp8_linear(
-            x, weight, self.fp8, shares=shares, gradient=_add_whole if into else None, **options
+            x, weight, self.fp8, shares=shares, gradient=add_whole if into else None, **options
         )
         return y if bias is None else y + bias
 
 
-def _add_whole(weight: Tensor, add: AddProduct) -> Tensor:
+def add_whole(weight: Tensor, add: AddProduct) -> Tensor:
+    """Add the weight gradient of a product in FP8 to `weight.main_grad`; see `add_in_place`."""
+    weight = parameter_of(weight)
     add(weight.main_grad)  # type: ignore[attr-defined]
     return nothing(weight)
 
@@ -230,14 +232,23 @@ def _adds_in_place(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _add_in_place(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+def add_in_place(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     """Add the weight gradient to `weight.main_grad` at once, as megatron-core's fusion does.
 
     What autograd gets instead is memory that nobody reads: DistributedDataParallel's hook runs when
     it arrives, and `grad_added_to_main_grad` tells it so.
     """
+    weight = parameter_of(weight)
     add_weight_gradient(weight.main_grad, dy, x)  # type: ignore[attr-defined]
     return nothing(weight)
+
+
+def parameter_of(weight: Tensor) -> Tensor:
+    """Return the parameter that a backward got as `weight`.
+
+    A place to replace: with hooks on saved tensors, a backward gets one without its attributes.
+    """
+    return weight
 
 
 def nothing(weight: Tensor) -> Tensor:

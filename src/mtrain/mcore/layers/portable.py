@@ -25,7 +25,8 @@ from mtrain_kernels.norm.op import layer_norm, rms_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtrain.config.engine.kernels import ON_CPU
+from mtrain.config.engine.kernels import BY_TORCH, ON_CPU
+from mtrain.mcore.layers.linear import add_in_place, add_whole, adds_to_main_grad
 from mtrain.mcore.layers.operands import Feeds, greatest, normed, taken
 
 Init = Callable[[Tensor], Any]
@@ -276,11 +277,27 @@ class DuplicatedLinear(nn.Module):
         """Return the product; in FP8 a tensor has one scale over all ranks that have a part of its
         tokens.
         """
+        fuses = (
+            self.config.gradient_accumulation_fusion
+            and torch.is_grad_enabled()
+            and self.weight.requires_grad
+            and adds_to_main_grad(self.weight)
+        )
         if self.fp8 is None:
+            if self.impl == BY_TORCH and fuses:
+                return linear(x, self.weight, gradient=add_in_place)
             product = linear if self.impl == ON_CPU else F.linear
             return product(x, self.weight)
         context = [parallel_state.get_context_parallel_group()]
         tokens = greatest([*context, self.tp_group] if self.sequence_parallel else context)
         operand = taken(x) if self.takes_operands else None
         shares = Shares(tokens, None, tokens)
-        return fp8_linear(x, self.weight, self.fp8, shares=shares, operand=operand, impl=self.impl)
+        return fp8_linear(
+            x,
+            self.weight,
+            self.fp8,
+            shares=shares,
+            gradient=add_whole if fuses else None,
+            operand=operand,
+            impl=self.impl,
+        )

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router import TopKRouter
 from mtrain_kernels.moe_router.op import moe_router
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mtrain.mcore.layers.balance import (
     counts_of,
@@ -18,6 +19,7 @@ from mtrain.mcore.layers.balance import (
     with_z_loss,
     within_capacity,
 )
+from mtrain.mcore.layers.linear import add_in_place, adds_to_main_grad
 from mtrain.mcore.layers.padding import padding_of
 
 LEARNS = "learns"
@@ -50,6 +52,21 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
     """megatron-core's router, whose results are weights [t, k] and the experts [t, k] that they
     belong to.
     """
+
+    def gating(self, input: Tensor) -> Tensor:  # the name is megatron-core's
+        """Return the logits [s, b, e] of `input` [s, b, h] in `moe_router_dtype`, or in its own."""
+        config = self.config
+        fuses = (
+            config.gradient_accumulation_fusion
+            and torch.is_grad_enabled()
+            and self.weight.requires_grad
+            and self.bias is None
+            and adds_to_main_grad(self.weight)
+        )
+        if not fuses:
+            return super().gating(input)  # type: ignore[no-any-return]
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(config.moe_router_dtype)
+        return _Gating.apply(input, self.weight, dtype or input.dtype)  # type: ignore[no-any-return]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights [t, k] and experts [t, k], int64, of `logits` [s, b, e]; losses of balance
@@ -94,6 +111,29 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
         setattr(experts, LEARNS, self.training)
         count_choices(self, counts)
         return weights, experts
+
+
+class _Gating(torch.autograd.Function):
+    """The product of megatron-core's `RouterGatingLinearFunction`, which adds the gradient of the
+    weight to its buffer unrounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = dtype
+        logits = torch.mm(x.view(-1, x.shape[-1]).to(dtype), weight.to(dtype).t())
+        return logits.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rows = dlogits.reshape(-1, dlogits.shape[-1])
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.mm(rows, weight.to(ctx.dtype)).to(x.dtype).view(x.shape)
+        return dx, add_in_place(weight, rows, x.view(-1, x.shape[-1]).to(ctx.dtype)), None
 
 
 def tokens_of(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor | None:

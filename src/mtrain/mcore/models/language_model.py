@@ -17,12 +17,13 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 from mtrain_kernels.cross_entropy.reference import capped, first_place, local_labels, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
+from mtrain_kernels.linear import fits
 from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
 from torch import Tensor
 from torch.nn import functional as F
 
 from mtrain.mcore.layers.embedding import add_in_fp32
-from mtrain.mcore.layers.linear import ColumnLinear, add_scaled, adds_to_main_grad
+from mtrain.mcore.layers.linear import ColumnLinear, add_scaled, adds_to_main_grad, nothing
 from mtrain.mcore.layers.residual import join_layers
 from mtrain.mcore.layers.rotary import Frequencies, ScaledRotary, TwoBases
 
@@ -59,6 +60,7 @@ class OutputLayer(ColumnLinear):
         token_weights: Tensor | None = None,
         vocab_size: int | None = None,
         auxiliary: AuxiliaryOutputs | None = None,
+        is_whole_loss: bool = False,
         impl: str = "reference",
     ) -> Any:
         """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
@@ -68,6 +70,7 @@ class OutputLayer(ColumnLinear):
         `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
         `with_auxiliary_outputs`. With `labels` but no weights, it is logits and, in the place of a
         bias, whether each label has the largest one [b, s], before a cap makes large ones equal.
+        `is_whole_loss` promises that the gradient of the sum is 1.
         """
         if self.scale is not None:
             input_ = input_ * self.scale
@@ -85,6 +88,9 @@ class OutputLayer(ColumnLinear):
         # Hidden states are [s, b, h]: labels and weights [b, s] have to follow their order.
         token_weights = token_weights.t().flatten()
         fuses = self.gradient_accumulation_fusion and adds_to_main_grad(weight)
+        options: dict[str, Any] = {"gradient": add_scaled if fuses else None}
+        if fuses and is_whole_loss and _adds_at_once(hidden, weight):
+            options = {"into": weight.main_grad, "added": nothing}
         found = linear_cross_entropy(
             hidden,
             weight,
@@ -97,7 +103,7 @@ class OutputLayer(ColumnLinear):
             soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
-            gradient=add_scaled if fuses else None,
+            **options,
             impl=impl,
         )
         if auxiliary:
@@ -148,6 +154,16 @@ def with_auxiliary_outputs(
     )
 
 
+def _adds_at_once(hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether chunks of a loss add their gradients of the weight to its buffer.
+
+    A buffer of less precision would round each of them, and oneDNN adds in a pass of its own.
+    """
+    buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return buffer.dtype == wide and buffer.is_contiguous() and not fits(hidden, weight)
+
+
 def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Operands whose product is hidden weight^T + bias; eight columns more, a multiple that matrix
     units like.
@@ -170,6 +186,10 @@ class SummedLosses:
     loss_vocab_size: int
     auxiliary = AuxiliaryOutputs()
     """With any of them, the sum is that of `with_auxiliary_outputs`."""
+    is_whole_loss = False
+    """The promise that training minimises the sum of `sum_of_losses` as it is, so that its gradient
+    is 1.
+    """
 
     def sum_losses_by(self, loss: str, loss_vocab_size: int) -> None:
         """Say how losses are made."""
@@ -240,12 +260,13 @@ class SummedLosses:
         *,
         detached: bool = False,
         auxiliary: AuxiliaryOutputs | None = None,
+        is_part: bool = False,
     ) -> Tensor:
         """Return the sum of each token's loss times `mask` [b, s], for the output layer's input [s,
         b, h] or this rank's part.
 
         `detached`: the weight of the output layer learns nothing from it. `auxiliary` stands
-            for `self.auxiliary`.
+            for `self.auxiliary`. `is_part`: a factor multiplies the sum afterwards.
         """
         auxiliary = self.auxiliary if auxiliary is None else auxiliary
         if self.share_embeddings_and_output_weights:
@@ -268,6 +289,7 @@ class SummedLosses:
             "token_weights": mask,
             "vocab_size": self.loss_vocab_size,
             "auxiliary": auxiliary,
+            "is_whole_loss": self.is_whole_loss and not is_part,
         }
         total: Tensor = self.output_layer(hidden, weight, **given, impl=self.loss)
         return total
@@ -376,7 +398,9 @@ class LanguageModel(SummedLosses, GPTModel):
             elif shares is not None:
                 scale = scale * shares[depth]
             none = AuxiliaryOutputs(logits=self.auxiliary.logits)
-            loss = self.sum_of_losses(hidden, rolled, mask_there, detached=detached, auxiliary=none)
+            loss = self.sum_of_losses(
+                hidden, rolled, mask_there, detached=detached, auxiliary=none, is_part=True
+            )
             # Adds the gradient of this loss in the backward; the value of the result stays that of
             # `head`.
             head = MTPLossAutoScaler.apply(head, scale * loss)
