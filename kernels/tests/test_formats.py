@@ -43,6 +43,7 @@ ROWS = 1536
 HALF = [torch.bfloat16, torch.float16]
 ELSEWHERE = {
     "fp8_linear": "its operands are rounded to eight bits: test_fp8_linear",
+    "fp8_gradient": "its operands are rounded to eight bits: test_fp8_linear",
     "fp8_grouped": "its operands are rounded to eight bits: test_fp8_grouped",
     "newton_schulz": "it has no gradients: test_newton_schulz",
     "optimizer": "it updates fp32 masters, or rounds as its definition says: test_optimizer",

@@ -73,6 +73,7 @@ def _by_definition() -> None:
         *,
         detached: bool = False,
         auxiliary: Any = None,
+        is_part: bool = False,
     ) -> torch.Tensor:
         logits, _ = self.output_layer(hidden)
         x = logits.float()[..., : self.loss_vocab_size].transpose(0, 1)

@@ -108,14 +108,17 @@ def test_gradient_accumulation_down_projection_adds_to_buffer(fp8: bool) -> None
         layer.fp8 = Recipe("blockwise") if fp8 else None
         x = torch.randn(8, 32)
         layer(x)[0].sum().backward()
-        wanted = layer.weight.grad
-        layer.weight.grad = None
-        layer.weight.main_grad = torch.ones(16, 32)
-        layer.weight.grad_added_to_main_grad = False
+        weight: Any = layer.weight
+        wanted = weight.grad
+        weight.grad = None
+        weight.main_grad = torch.ones(16, 32)
+        weight.grad_added_to_main_grad = False
         config.gradient_accumulation_fusion = True
         layer(x)[0].sum().backward()
-        added = layer.weight.main_grad - 1
-        return [torch.allclose(added, wanted, atol=1e-5), layer.weight.grad_added_to_main_grad]
+        return [
+            torch.allclose(weight.main_grad - 1, wanted, atol=1e-5),
+            weight.grad_added_to_main_grad,
+        ]
 
     assert run_ranks(1, job) == [[True, True]]
 
@@ -135,8 +138,12 @@ PASSES: dict[str, set[str]] = {
     f"model=deepseek_tiny {PADDED} precision=fp8_blockwise": {"output_layer"},
     # The seed: layers that leave their gradients to data parallelism.
     "model=llama_tiny kernels.gradient_accumulation_fusion=false": {
-        *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-        *("output_layer", "word_embeddings"),
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+        "output_layer",
+        "word_embeddings",
     },
 }
 """Words of a run on a GPU -> the kinds of matrices whose gradients have a pass of their own: small

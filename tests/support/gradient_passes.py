@@ -60,4 +60,4 @@ class GradientPasses(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> tuple[int, int, int]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.numel()

@@ -20,8 +20,14 @@ from mtrain_kernels.operators import differentiable, float_obstacle, operator
 from mtrain_kernels.registry import WITH_CPU, Case, Cost, Model, Op, pick
 from mtrain_kernels.runtime import ceil_div
 
-Added = Callable[[Tensor], Tensor]
-"""A function of a weight whose gradient has been added to a buffer: returns what autograd gets."""
+
+class Buffer(NamedTuple):
+    """Memory for the gradient of a weight, and the promise that the gradient of the sum is 1."""
+
+    into: Tensor
+    """[v_local, h], in fp32 for a weight in half precision."""
+    added: Callable[[Tensor], Tensor]
+    """A function of the weight, whose gradient is in the buffer: returns what autograd gets."""
 
 
 class Losses(NamedTuple):
@@ -55,9 +61,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     chunk: int | None = None,
     logits: int | None = None,
-    gradient: WeightGradient | None = None,
-    into: Tensor | None = None,
-    added: Added | None = None,
+    gradient: WeightGradient | Buffer | None = None,
     impl: str = "auto",
 ) -> Losses:
     """Return the sum of `token_weights_i loss_i` and the losses of the logits `hidden weight^T`,
@@ -65,9 +69,8 @@ def linear_cross_entropy(
 
     The weights of the tokens (a mask, or a mask divided by its count) are known before the
     backward, so that the forward makes the gradients with three matrix products, and the backward
-    only multiplies them by the gradient of the sum: exactly once, as another call raises
-    `RuntimeError`. Where the factor of each token is known only in the backward, use
-    `token_cross_entropy`.
+    only multiplies them by the gradient of the sum: once, as another call raises `RuntimeError`.
+    Where the factor of each token is known only in the backward, use `token_cross_entropy`.
 
     `hidden` [t, h], `weight` [v_local, h] in the same dtype, `labels` [t] int64, `token_weights`
     [t] fp32; all of the result is the same on every rank of `group`, over which the vocabulary is
@@ -78,12 +81,9 @@ def linear_cross_entropy(
     more than three chunks in fp32, at 4 bytes an element until it is rounded: what is off is less
     than two roundings of the sum, however many chunks there are. `gradient(weight, dweight,
     factor)` makes what autograd gets as the weight's gradient of one in fp32 and the scalar that it
-    is to be multiplied by: it may add both to where those are kept.
-
-    With `into` [v_local, h] in fp32 the caller promises that the gradient of the sum is 1: then the
-    forward adds the weight's gradient to it, chunk by chunk, and the backward returns
-    `added(weight)` to autograd. A backward with another gradient raises `RuntimeError`, on a GPU as
-    an assertion of the device. `class_weights` [vocab_size]
+    is to be multiplied by: it may add both to where those are kept. To a `Buffer` the forward adds
+    the gradient, chunk by chunk; a sum whose gradient is not 1 then raises `RuntimeError`, on a GPU
+    as an assertion of the device. `class_weights` [vocab_size]
     weigh classes, as in torch's cross entropy; the sum is not divided by them. `ranked` asks for
     `hits`. The loss and the remaining arguments, also the errors raised, are those of
     `cross_entropy`; rows of the weight from `vocab_size` on are padding, take no part, and have a
@@ -110,21 +110,15 @@ def linear_cross_entropy(
     grad = torch.is_grad_enabled()
     given = (
         labels, token_weights.to(accumulated), class_weights, name_of(group), sequence_parallel,
-        *terms,
-        chunk or 0, logits or 0, ranked, grad and hidden.requires_grad,
-        grad and weight.requires_grad,
+        *terms, chunk or 0, logits or 0, ranked,
+        grad and hidden.requires_grad, grad and weight.requires_grad,
         not torch.compiler.is_compiling(), gradient is not None, backend,
     )  # fmt: skip
-    if (into is None) != (added is None) or (into is not None and gradient is not None):
-        raise ValueError("into goes with added, and neither with gradient")
-    if into is not None and (into.shape != weight.shape or into.dtype != accumulated):
-        raise ValueError(
-            f"into {tuple(into.shape)} of {into.dtype} must be {accumulated} and as large as weight"
-            f" {tuple(weight.shape)}"
-        )
-    if into is not None and grad and weight.requires_grad:
-        total, *rest = _Added.apply(hidden, weight, into, added, *given[:-4], backend)
-    elif gradient is not None and grad and weight.requires_grad:
+    learns = grad and weight.requires_grad
+    if learns and isinstance(gradient, Buffer):
+        _require_buffer(gradient.into, weight, accumulated)
+        total, *rest = _Added.apply(hidden, weight, *gradient, *given[:-4], backend)
+    elif learns and gradient is not None:
         total, *rest = _Given.apply(hidden, weight, gradient, *given)
     else:
         total, *rest = _linear_cross_entropy(hidden, weight, *given)[:4]
@@ -178,7 +172,12 @@ class _Added(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, into: Tensor, added: Added, *given: Any
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        into: Tensor,
+        added: Callable[[Tensor], Tensor],
+        *given: Any,
     ) -> Any:
         total, *for_reading, dhidden = _linear_cross_entropy_into(into, hidden, weight, *given)
         ctx.mark_non_differentiable(*for_reading)
@@ -198,7 +197,7 @@ class _Added(torch.autograd.Function):
         dhidden = ctx.dhidden
         ctx.dhidden = None
         torch._assert_async(
-            dtotal == 1, "the gradient of linear_cross_entropy's sum must be 1 with `into`"
+            dtotal == 1, "the gradient of linear_cross_entropy's sum must be 1 with a `Buffer`"
         )
         (losses,) = ctx.saved_tensors
         wanted = ctx.needs_input_grad
@@ -308,6 +307,14 @@ def _require(hidden: Tensor, weight: Tensor, labels: Tensor, parts: int) -> None
     if len({hidden.device, weight.device, labels.device}) > 1:
         raise ValueError(
             f"hidden is on {hidden.device}, weight on {weight.device}, labels on {labels.device}"
+        )
+
+
+def _require_buffer(into: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    if into.shape != weight.shape or into.dtype != dtype:
+        raise ValueError(
+            f"into {tuple(into.shape)} of {into.dtype} must be {dtype} and as large as weight"
+            f" {tuple(weight.shape)}"
         )
 
 

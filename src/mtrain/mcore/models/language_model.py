@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from mtrain_kernels.cross_entropy.reference import capped, first_place, local_labels, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
 from mtrain_kernels.linear import fits
-from mtrain_kernels.linear_cross_entropy.op import linear_cross_entropy
+from mtrain_kernels.linear_cross_entropy.op import Buffer, linear_cross_entropy
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -88,9 +88,9 @@ class OutputLayer(ColumnLinear):
         # Hidden states are [s, b, h]: labels and weights [b, s] have to follow their order.
         token_weights = token_weights.t().flatten()
         fuses = self.gradient_accumulation_fusion and adds_to_main_grad(weight)
-        options: dict[str, Any] = {"gradient": add_scaled if fuses else None}
+        gradient: Any = add_scaled if fuses else None
         if fuses and is_whole_loss and _adds_at_once(hidden, weight):
-            options = {"into": weight.main_grad, "added": nothing}
+            gradient = Buffer(weight.main_grad, nothing)  # type: ignore[union-attr]
         found = linear_cross_entropy(
             hidden,
             weight,
@@ -103,7 +103,7 @@ class OutputLayer(ColumnLinear):
             soft_cap=self.soft_cap,
             group=self.tp_group if self.tp_group.size() > 1 else None,
             sequence_parallel=self.sequence_parallel,
-            **options,
+            gradient=gradient,
             impl=impl,
         )
         if auxiliary:
