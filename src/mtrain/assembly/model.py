@@ -11,7 +11,7 @@ import torch
 from mtrain.assembly import weights
 from mtrain.assembly.transformer import transformer_config
 from mtrain.config.engine.core_fields import DDP_FIELDS, FSDP_FIELDS, WRAP_FIELDS, values
-from mtrain.config.engine.kernels import OPERATIONS
+from mtrain.config.engine.kernels import OPERATIONS, loss_is_whole
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.devices.base import Device
@@ -116,9 +116,7 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
     for chunk in chunks:
         if isinstance(chunk, SummedLosses):
             chunk.auxiliary = auxiliary_outputs_of(run)
-            # fp16 multiplies the loss by its scale, and other objectives do as they like.
-            plain = run.trainer.objective == "next_token" and run.precision.dtype != "fp16"
-            chunk.is_whole_loss = plain
+            chunk.is_whole_loss = loss_is_whole(run)
     if run.peft.kind and not any(adapter_parameters(run)):
         rule = f"models of the family {run.model.family} have no adapters that are known here"
         raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])

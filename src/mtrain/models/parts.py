@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from mtrain.config.engine.kernels import ON_CPU
+from mtrain.config.engine.kernels import ON_CPU, losses_add_gradients
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Tensor
 from mtrain.models.rank import Rank
@@ -257,11 +257,12 @@ def _summed(r: Rank) -> list[Exchange]:
     return [Exchange("tp", kind, size)] if r.layout.tp > 1 else []
 
 
-def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
+def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0, is_part: bool = False) -> None:
     """Output layer and cross entropy; `columns` more of the hidden state stand for a bias.
 
     In parts, the gradients of hidden states and weight are made in the forward and kept, and no
-    logits are.
+    logits are. Where `losses_add_gradients`, the weight's is in its buffer; that of a loss that
+    `is_part` of the whole waits in fp32 for the factor of that loss.
     """
     m = r.model
     rows = m_rows(r)
@@ -270,7 +271,9 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0) -> None:
     arrives = shared_by_tensor_ranks(r, r.tokens * width * r.element, "gather")
     if r.words["loss"] != "megatron":
         gradients = [Tensor(r.split_tokens * width * r.element)]
-        gradients += [] if r.frozen else [Tensor(rows * width * r.element)]
+        adds = losses_add_gradients(r.run) and not columns
+        if not r.frozen and (is_part or not adds):
+            gradients.append(Tensor(rows * width * (FP32 if adds else r.element)))
         moved = 3 * r.tokens * rows * r.element
         keeps = [Tensor(r.tokens * FP32), *gradients]
         g.add(

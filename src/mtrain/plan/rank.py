@@ -384,8 +384,10 @@ def _loss_work(r: Rank, op: Op) -> int:
     gathered = 1 + bool(r.layout.sequence_parallel)
     work = rows * (columns * _logit_bytes(r) + m.hidden_size * FP32)
     work += gathered * tokens * m.hidden_size * r.element
-    if tokens > MOST_PARTS * rows and not r.wide and len(op.keeps) > 2:
-        work += columns * m.hidden_size * FP32
+    wide = columns * m.hidden_size * FP32
+    # A gradient that is kept in half precision is accumulated in fp32 first.
+    if tokens > MOST_PARTS * rows and any(each.bytes < wide for each in op.keeps[2:]):
+        work += wide
     return work + sum((p.m + p.n) * p.k * r.element for p in op.products if p.k > m.hidden_size)
 
 

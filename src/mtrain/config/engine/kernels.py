@@ -440,6 +440,21 @@ def _not_run(op: str, run: RunConfig) -> str | None:
     )
 
 
+def loss_is_whole(run: RunConfig) -> bool:
+    """Return whether a step minimises the sum that the model computes, so that its gradient is 1.
+
+    fp16 multiplies the sum by a scale, and other objectives do as they like.
+    """
+    return run.trainer.objective == "next_token" and run.precision.dtype != "fp16"
+
+
+def losses_add_gradients(run: RunConfig) -> bool:
+    """Return whether the loss adds the gradient of the output layer to its buffer, part by part."""
+    wide = run.precision.grad_reduce_in_fp32 or run.precision.dtype == "fp32"
+    fuses = bool(run.kernels.gradient_accumulation_fusion) and run.parallel.fsdp == "none"
+    return fuses and wide and loss_is_whole(run)
+
+
 # Keys of `kernels` that name an implementation.
 KEYS = ("default", *(op.name for op in OPERATIONS))
 

@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 from mtrain_kernels.cross_entropy.reference import capped, first_place, local_labels, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
-from mtrain_kernels.linear import fits
 from mtrain_kernels.linear_cross_entropy.op import Buffer, linear_cross_entropy
 from torch import Tensor
 from torch.nn import functional as F
@@ -89,7 +88,7 @@ class OutputLayer(ColumnLinear):
         token_weights = token_weights.t().flatten()
         fuses = self.gradient_accumulation_fusion and adds_to_main_grad(weight)
         gradient: Any = add_scaled if fuses else None
-        if fuses and is_whole_loss and _adds_at_once(hidden, weight):
+        if fuses and is_whole_loss and _adds_at_once(weight):
             gradient = Buffer(weight.main_grad, nothing)  # type: ignore[union-attr]
         found = linear_cross_entropy(
             hidden,
@@ -154,14 +153,14 @@ def with_auxiliary_outputs(
     )
 
 
-def _adds_at_once(hidden: Tensor, weight: Tensor) -> bool:
+def _adds_at_once(weight: Tensor) -> bool:
     """Return whether chunks of a loss add their gradients of the weight to its buffer.
 
-    A buffer of less precision would round each of them, and oneDNN adds in a pass of its own.
+    A buffer of less precision would round each of them.
     """
     buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return buffer.dtype == wide and buffer.is_contiguous() and not fits(hidden, weight)
+    return buffer.dtype == wide and buffer.is_contiguous()
 
 
 def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,8 +80,8 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     for g in predictions:
         x = _prediction(g, r, x)
     # Each layer of multi-token prediction has a loss of its own.
-    for _ in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
-        loss(last, r, x)
+    for number in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
+        loss(last, r, x, is_part=number > 0)
     return [first, *graphs, *([end] if held.mtp else []), *predictions, last]
 
 
