@@ -55,7 +55,7 @@ STAGES = (
     Stage("ops", 1.0, 1800, 240),
     Stage("autotune", 1.0, 900, 240),
 )
-"""In the order of their worth: what is broken comes before what is slow."""
+"""Stages in the order of their value: finding failures comes before finding slowness."""
 BY_NAME = {stage.name: stage for stage in STAGES}
 
 

@@ -207,7 +207,7 @@ def pick(
 
 
 _chosen: set[tuple[str, str, str]] = set()
-"""What `auto` has chosen for ops on devices."""
+"""Choices of `auto` for ops on devices."""
 
 
 def choose(

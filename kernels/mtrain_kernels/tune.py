@@ -30,7 +30,7 @@ from mtrain_kernels.runtime import triton_obstacle
 log = logging.getLogger(__name__)
 
 Seconds = Callable[[Callable[[], object]], float]
-"""How long a call takes."""
+"""Timer: a function that returns the seconds of a call."""
 
 
 class Variant(Protocol):

@@ -1,7 +1,8 @@
 """A lint of English: `python -m tests.architecture.prose [FOLDER ...]` prints each finding.
 
-Docstrings of functions begin with a verb, in the imperative, and those of classes and modules with
-a noun. Docstrings, comments, messages and pages name who does what, in the field's words.
+Docstrings of functions begin with a verb, in the imperative, and those of classes, modules and
+attributes with a noun. Docstrings, comments, messages and pages name who does what, in the field's
+words.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from tests.architecture.sources import ROOT, comments_of, nodes_of
@@ -24,9 +26,10 @@ Some
 """
 """Words with which no docstring of a function begins: none of them is a verb."""
 CLASS_OPENINGS = """
-What Whatever Whether Of How Where Those That Which Who Why So As With In For If
-When
+What Whatever Whether Of How Where Those That Which Who Whose Why So As With Without
+In From For By At On Under Behind Beside Nothing It They If When
 """
+"""Words with which no docstring of a class, module or attribute begins: none of them is a noun."""
 PHRASES = {
     r"(?<!there )\bis none\b": "say `is no X` or `is missing`",
     r"(?<!there )\bare none\b": "say `there are no X`",
@@ -58,9 +61,23 @@ def first_word(text: str) -> str:
     return text.split()[0].rstrip(".,:;") if text.split() else ""
 
 
+def attribute_findings(body: Iterable[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Yield (line, finding) of each string after an assignment in a module's or a class's body."""
+    for statement, after in pairwise(body):
+        if not isinstance(statement, ast.Assign | ast.AnnAssign):
+            continue
+        if not isinstance(after, ast.Expr) or not isinstance(after.value, ast.Constant):
+            continue
+        text = after.value.value
+        if isinstance(text, str) and first_word(text) in CLASS_OPENINGS.split():
+            yield after.lineno, f"an attribute's docstring begins with {first_word(text)}"
+
+
 def docstring_findings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, finding) of each docstring whose first word breaks a rule."""
     for node in nodes:
+        if isinstance(node, ast.ClassDef | ast.Module):
+            yield from attribute_findings(node.body)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             continue
         text = ast.get_docstring(node)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_kernels.optimizer.fused_adam import FusedAdam
 
 SIDES = ("rows", "columns")
-"""What of a matrix has factors: `gram_<side>`, an average of its products with itself, and
+"""Sides of a matrix, each with factors: `gram_<side>`, an average of its products with itself, and
 `basis_<side>`.
 """
 Factors = dict[str, Tensor]

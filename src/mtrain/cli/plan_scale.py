@@ -43,7 +43,7 @@ class Asked:
     differs: str
     """The values of what is swept."""
     batch: int | None
-    """Of what is swept; None: it follows from the first."""
+    """Global batch size, if the sweep varies it; None: it follows from the first configuration."""
 
 
 def run(

@@ -43,7 +43,7 @@ BYTES = {
 """Number format -> bytes of one number."""
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""As in the format's own readers."""
+"""Limit on a header, the same as in the format's own readers."""
 MAX_DIMENSIONS = 16
 ALIGNMENT = 8
 MAX_ENTRY_BYTES = 256

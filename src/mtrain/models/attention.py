@@ -10,8 +10,8 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 23
-"""As in `mtrain_kernels.attention.cpu`: so many scores are written out in half precision on a
-CPU.
+"""Most scores materialised at once in half precision on a CPU: the limit of
+`mtrain_kernels.attention.cpu`.
 """
 
 
@@ -27,7 +27,7 @@ class Heads:
     groups: int
     """Key and value heads."""
     width: int
-    """Of a head of queries and keys."""
+    """Width of a head of queries and keys."""
     v_width: int
     window: bool = False
     """A token sees only some of the keys before it."""

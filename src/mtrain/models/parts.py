@@ -307,7 +307,7 @@ def m_rows(r: Rank) -> int:
 
 
 LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
-"""What MLA makes queries, keys and values with."""
+"""Projections of MLA that make queries, keys and values."""
 
 
 OF_MIXERS = ("mixer.in_proj", "mixer.out_proj")

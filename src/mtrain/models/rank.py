@@ -41,7 +41,7 @@ class Rank:
     everything installed.
     """
     host: bool
-    """It computes on a CPU."""
+    """True if the rank computes on a CPU."""
     samples: int
     """Samples of a micro-batch, one where they are packed."""
     length: int

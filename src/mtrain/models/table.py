@@ -245,7 +245,7 @@ class Copy:
     of: str
     of_mtp: bool = False
     always: bool = False
-    """Whether embeddings are tied or not."""
+    """True if the copy exists whether embeddings are tied or not."""
 
 
 @dataclass(frozen=True)

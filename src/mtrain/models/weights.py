@@ -38,7 +38,7 @@ class Weight:
     shared: bool = False
     """The embedding, which another stage has too."""
     frozen: bool = False
-    """It has neither gradient nor optimizer state."""
+    """True if it has neither gradient nor optimizer state."""
     whole: bool = False
     """Every tensor-parallel rank has all of it."""
 

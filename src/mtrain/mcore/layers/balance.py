@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_ca
 from torch import Tensor
 
 ROUTER_LOSS_SHARE = "router_loss_share"
-"""Of a TransformerConfig: what the step is divided by, as a share of the tokens that routers see;
-by default all.
+"""Attribute of a TransformerConfig: the divisor of the step as a share of the tokens that routers
+see; 1 (all of them) if unset.
 """
 
 

@@ -61,7 +61,7 @@ class Adapter:
     scale: float
     dropout: float
     has_magnitude: bool
-    """Whether each row of an adapted weight has a norm that is trained (DoRA)."""
+    """True if each row of an adapted weight has a trained norm (DoRA)."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class _LowRank:
     magnitude: Tensor | None
     one_hot: Tensor | None
     sharded: dict[str, int]
-    """Which of its tensors tensor-parallel ranks hold parts of, and along which axis."""
+    """Tensor split over tensor-parallel ranks -> the axis along which it is split."""
 
     def make_adapter(self: Any, adapter: Adapter, parts: Parts) -> None:
         """Add the parameters."""

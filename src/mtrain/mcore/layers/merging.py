@@ -18,7 +18,7 @@ A = "lora_a"
 B = "lora_b"
 MAGNITUDE = "magnitude"
 LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
-"""What MLA makes queries, keys and values with."""
+"""Projections of MLA that make queries, keys and values."""
 _KINDS = "|".join(("qkv", "proj", "fc1", "fc2", *LATENT))
 _LAYER = rf"(?P<layer>.*\b(?:linear_(?P<kind>{_KINDS})|mixer\.(?:in|out)_proj))"
 _WEIGHT = re.compile(rf"{_LAYER}\.weight(?P<expert>\d*)(?P<part>\.\w+)?")

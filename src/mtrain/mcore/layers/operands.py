@@ -23,7 +23,7 @@ BLOCK = 128
 
 
 ATTENTION = ("linear_qkv", "in_proj", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
-"""What of an attention reads the norm in front of it."""
+"""Layers of an attention that read the norm in front of it."""
 LATENT = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
 """Norms within MLA, and what reads them."""
 
@@ -32,11 +32,11 @@ class Feeds(NamedTuple):
     """The linear layers that a norm quantises for."""
 
     recipe: Recipe
-    """What they multiply in."""
+    """Recipe of low precision in which they multiply."""
     groups: list[Any]
     """The ranks that have parts of the tokens, apart from context parallelism."""
     readers: int
-    """How many they are."""
+    """Number of these layers."""
 
 
 def taken(x: Tensor) -> Operand | None:

@@ -193,7 +193,7 @@ class Activation(MegatronModule):
 
     impl = "triton"
     left_to_linear = False
-    """Whether the linear layer behind makes the activation, on its way into FP8."""
+    """True if the next linear layer computes the activation while it converts to FP8."""
     _GATED = ((F.silu, "swiglu"), (F.gelu, "geglu"), (gelu_tanh, "geglu_tanh"))
 
     def __init__(self, config: Any) -> None:
@@ -222,7 +222,7 @@ class DuplicatedLinear(nn.Module):
     fp8: Recipe | None = None
     impl = "reference"
     takes_operands = False
-    """Whether what feeds the layer may quantise for it."""
+    """True if the producer of this layer's input may quantise for it."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from mtrain.mcore.layers.balance import (
 from mtrain.mcore.layers.padding import padding_of
 
 LEARNS = "learns"
-"""Of a tensor of experts, whether a router in training chose them.
+"""Attribute of a tensor of experts: did a router in training choose them?
 
 Under a checkpoint autograd does not say so.
 """
@@ -35,15 +35,16 @@ class Sparse(NamedTuple):
     router: str
     """The implementation of the choice, `triton` or `reference`."""
     permute: str
-    """That of the permutation of tokens."""
+    """The implementation of the permutation of tokens."""
     group_members: int | None = None
-    """How many of its best scores a group of experts is worth; None: there are no groups."""
+    """Number of a group's best scores that add up to its own score; None: there are no groups."""
     padded: bool = False
-    """Whether expert-parallel ranks send each other as many rows in every step."""
+    """True if expert-parallel ranks exchange the same number of rows in every step."""
     capacity_factor: float | None = None
-    """How many those are in training, over the even share; None: the most that there can be."""
+    """Rows so exchanged in training, relative to an even share; None: the most that can occur."""
     one_graph: bool = False
-    """Whether schedules are captured whole, those of evaluations too: their shapes have to stay."""
+    """True if whole schedules are captured, those of evaluations too: their shapes must not change.
+    """
 
 
 class SparseRouter(TopKRouter):  # type: ignore[misc]

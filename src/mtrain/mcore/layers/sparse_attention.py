@@ -25,7 +25,7 @@ from mtrain.mcore.layers.padding import padding_of
 from mtrain.mcore.layers.sparse_index import Index, Teacher, marks, taught
 
 EPSILON = 1e-6
-"""Of the norm of the indexer's keys, as in DeepSeek-V3.2's own code."""
+"""Epsilon of the norm of the indexer's keys, as in DeepSeek-V3.2's own code."""
 
 
 class Projection(nn.Module):

@@ -43,14 +43,14 @@ class Teacher:
     """The attention that an indexer's softmax is to be like."""
 
     query: Tensor
-    """Of this rank's heads, [s, b, n, d]."""
+    """Queries of this rank's heads, [s, b, n, d]."""
     key: Tensor
     """[t, b, n, d]."""
     scale: float
     sparse: bool
     """Keys that were not chosen have no part in it."""
     mean: Callable[[Tensor], Tensor]
-    """Of a sum over this rank's heads, the mean over all heads."""
+    """Function from a sum over this rank's heads to the mean over all heads."""
 
     def target(self, rows: slice, seen: Tensor) -> Tensor:
         """Return the attention of all heads to each key that is `seen` [b, s, t], in the same

@@ -46,8 +46,8 @@ from mtrain.models.hybrid.config import (
 )
 
 UNIFIED = release.at_least(0, 19)
-"""Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which
-cuts evenly.
+"""True if the model is HybridModel, whose pattern marks the ends of stages, and not MambaModel,
+which cuts evenly.
 """
 
 if UNIFIED:
@@ -61,7 +61,7 @@ else:
 
 
 _LAYERS = ("attention_layer", "mla_layer", "dsa_layer", "gdn_layer", "mlp_layer", "moe_layer")
-"""What a stack calls the layers of a pattern but Mamba-2's."""
+"""Names in a stack for the layers of a pattern other than Mamba-2's."""
 
 
 class PatternLayer(DecoderLayer):

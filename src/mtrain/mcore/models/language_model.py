@@ -27,8 +27,8 @@ from mtrain.mcore.layers.residual import join_layers
 from mtrain.mcore.layers.rotary import Frequencies, ScaledRotary, TwoBases
 
 FURTHER_LOSS_SHARES = "further_loss_shares"
-"""Of a TransformerConfig: what the step is divided by, over what the loss of each further token
-has, [depths]; by default 1.
+"""Attribute of a TransformerConfig, [depths]: the divisor of the step over the number of
+predictions of each further token; 1 if unset.
 """
 
 
@@ -126,9 +126,11 @@ class AuxiliaryOutputs:
     2022, arXiv:2204.02311, section 5), which is added to losses.
     """
     accuracy: bool = False
-    """Whether labels with the largest logit are counted."""
+    """True if labels with the largest logit are counted."""
     logits: int | None = None
-    """Of a loss in parts; None: what `mtrain_kernels.linear_cross_entropy` takes."""
+    """Most logits at once in a loss in parts; None: the default of
+    `mtrain_kernels.linear_cross_entropy`.
+    """
 
     def __bool__(self) -> bool:
         return self.z_loss > 0 or self.accuracy
@@ -169,7 +171,7 @@ class SummedLosses:
     loss: str
     loss_vocab_size: int
     auxiliary = AuxiliaryOutputs()
-    """With any of them, the sum is that of `with_auxiliary_outputs`."""
+    """Further outputs; with any of them, the sum is that of `with_auxiliary_outputs`."""
 
     def sum_losses_by(self, loss: str, loss_vocab_size: int) -> None:
         """Say how losses are made."""

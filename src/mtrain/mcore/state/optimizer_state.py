@@ -30,7 +30,7 @@ class StateShard:
     inner: torch.optim.Optimizer
     """torch's optimizer that updates them."""
     updated: torch.Tensor
-    """What it updates: `main`, or a copy of it in host memory."""
+    """Tensor that the optimizer updates: `main`, or a copy of it in host memory."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the main weight, unless it is the weight itself, and every moment, by name, each

@@ -29,7 +29,7 @@ class ShardSpec:
     shape: tuple[int, ...]
     """Size of the part; leading axes that count layers or experts have size 1."""
     lead: int
-    """How many axes count layers or experts."""
+    """Number of axes that count layers or experts."""
     first: int
     """Element of the row-major parameter that the part starts at."""
     replica: tuple[int, ...]

@@ -29,7 +29,7 @@ class Matrix:
     """A matrix whose elements lie on several data-parallel ranks."""
 
     param: torch.nn.Parameter
-    """Of the model: this tensor-parallel rank's part of a weight [rows, columns]."""
+    """Parameter of the model: this tensor-parallel rank's part of a weight [rows, columns]."""
     pieces: tuple[tuple[int, int, int], ...]
     """Rank, first element and end of what a rank has of it, in the order of the elements."""
     owner: int

@@ -20,8 +20,8 @@ RANDOM = 0.1
 """
 _KINDS = 5
 _CHOICE, _FATE, _TOKEN, _NEXT, _OTHER = range(_KINDS)
-"""What is drawn: which tokens are chosen, what becomes of one, its random token, whether B follows
-A, and whose B.
+"""Kinds of random numbers: the choice of tokens, the fate of a chosen one, its random token,
+whether B follows A, and the document that B comes from otherwise.
 """
 
 

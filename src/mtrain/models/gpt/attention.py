@@ -193,7 +193,7 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
 
 
 MOST_SCORES = 1 << 24
-"""As in `mtrain.mcore.layers.sparse_index`: so many scores are held at once."""
+"""Most scores at once: the limit of `mtrain.mcore.layers.sparse_index`."""
 PASSES = 8
 """Times that scores, or attention to be like, are read or written where a part of the queries is
 chosen for.

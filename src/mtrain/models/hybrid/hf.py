@@ -195,9 +195,9 @@ def _granite(router: str, first: str, second: str) -> ByKind:
 
 
 FILES = _table("backbone", apart=True)
-"""As files have them, of Mamba-2 and of Nemotron-H."""
+"""Names in files of Mamba-2 and of Nemotron-H."""
 GRANITE = _granite("router.layer.weight", "input_linear.weight", "output_linear.weight")
-"""As files of Granite 4 have them."""
+"""Names in files of Granite 4."""
 LAYERS = {
     "mamba2": _table("backbone", apart=False),
     "nemotron_h": _table("model", apart=False),

@@ -62,7 +62,7 @@ class Measured:
     run: RunConfig
     step_s: float
     optimizer_s: float | None = None
-    """Of that the update."""
+    """Share of the update in that, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Fit:
 
     cluster: ClusterConfig
     errors: tuple[float, ...]
-    """Of the step of each run: predicted over measured, less one."""
+    """Relative error of each run's step: predicted over measured, less one."""
 
 
 def fitted(

@@ -57,7 +57,7 @@ class Difference:
 
     module: str
     what: str
-    """In words, what differs and what before it does not."""
+    """Description of the outputs that differ, and of the earlier ones that do not."""
     way: str
     step: int
     error: float
