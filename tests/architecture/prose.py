@@ -16,7 +16,15 @@ from pathlib import Path
 
 from tests.architecture.sources import ROOT, comments_of, nodes_of
 
-FOLDERS = ("src/mtrain", "kernels/mtrain_kernels", "kernels/bench", "benchmarks", "tests/support")
+FOLDERS = (
+    "src/mtrain",
+    "kernels/mtrain_kernels",
+    "kernels/bench",
+    "benchmarks",
+    "tests/support",
+    "tests/unit",
+)
+"""Folders that the rules hold for when none is named."""
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
 OPENINGS = """
 What Whatever Whether Of How Where Wherever Those That Which Who Whose Why So As

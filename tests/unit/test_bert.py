@@ -39,7 +39,7 @@ IDS = {"mask_token_id": MASK, "cls_token_id": CLS, "sep_token_id": SEP}
 def _batches(
     part: str = "train", *, seed: int = 1, micro: int = 4, batch: int = 4, **bert: Any
 ) -> Any:
-    """The steps of one rank over synthetic tokens of which none is a special one."""
+    """Return the steps of one rank over synthetic tokens without special ones."""
     raw = compose(
         [
             "model=bert_tiny",

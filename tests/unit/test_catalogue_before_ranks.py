@@ -36,7 +36,7 @@ def row(number: int) -> Callable[[Row], Row]:
 
 
 def indexed(home: Path, tokens: np.ndarray, **changes: object) -> RunConfig:
-    """A run on tokens that somebody else has written."""
+    """Return a run on tokens that another program has written."""
     with IndexedWriter(home / "tokens", np.dtype("<i4")) as writer:
         writer.add(tokens, np.full(10, len(tokens) // 10))
     return resolve(
@@ -46,13 +46,13 @@ def indexed(home: Path, tokens: np.ndarray, **changes: object) -> RunConfig:
 
 
 def prepared(run: RunConfig) -> None:
-    """What the launcher does before it starts ranks."""
+    """Prepare a run as the launcher does before it starts ranks."""
     chosen = folder.plan(run)
     child_process.prepare(run, str(chosen.checkpoint) if chosen.checkpoint else None)
 
 
 def begun(home: Path, **changes: object) -> RunConfig:
-    """A run whose folder holds one committed checkpoint."""
+    """Return a run whose folder holds one committed checkpoint."""
     run = resolve(tiny(log__runs_dir=str(home), log__name="a", **changes), LAPTOP)
     with folder.opened(run, folder.plan(run), []):
         pass

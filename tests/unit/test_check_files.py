@@ -1,4 +1,4 @@
-"""What a run would refuse when it opens its files, `check` refuses before anything is started."""
+"""Faults in a run's files: `check` refuses them before any rank starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ODD_MODELS: tuple[dict[str, Any], ...] = (
     {"vocab": {"a": True}},
     {"vocab": {"a": 1 << 32}},
 )
-"""What makes TOKENIZER none."""
+"""Values that make TOKENIZER invalid."""
 
 
 def corpus(prefix: Path, documents: int = 40, largest: int = 4000) -> Path:
@@ -50,7 +50,7 @@ def corpus(prefix: Path, documents: int = 40, largest: int = 4000) -> Path:
 
 
 def refused(words: list[str]) -> ConfigError:
-    """What `check` refuses a command line with."""
+    """Return the error with which `check` refuses a command line."""
     with pytest.raises(ConfigError) as caught:
         load(words, LAPTOP, {})
     return caught.value

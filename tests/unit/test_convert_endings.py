@@ -1,4 +1,4 @@
-"""How a conversion ends that cannot go on: a full disk, another process, an error in a thread.
+"""Conversions that fail: a full disk, another process, an error in a thread.
 
 Nothing stays.
 """

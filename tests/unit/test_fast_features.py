@@ -67,7 +67,9 @@ def texts(seed: int, count: int) -> list[str]:
 
 @cache
 def trained(kind: str) -> str:
-    """A small tokenizer.json: BPE on bytes, or that of sentencepiece with tokens of bytes."""
+    """Return a small tokenizer.json: BPE on bytes, or that of sentencepiece with tokens of
+    bytes.
+    """
     if kind == "bytes":
         made = Tokenizer(models.BPE())
         special = ["<|endoftext|>"]

@@ -30,7 +30,7 @@ STOPPED = "import signal; raise SystemExit(signal.getsignal(signal.SIGTERM) is n
 
 @contextmanager
 def ignored(number: signal.Signals) -> Iterator[None]:
-    """A signal that this process ignores."""
+    """Ignore a signal in this process."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         yield
@@ -39,7 +39,7 @@ def ignored(number: signal.Signals) -> Iterator[None]:
 
 
 def code_of(pid: int) -> int:
-    """The exit code of a child, once it has ended."""
+    """Return the exit code of a child, once it has ended."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

@@ -1,4 +1,4 @@
-"""What is alive in a forward and in a backward, from operations that were written down by hand."""
+"""Liveness of tensors in a forward and a backward, for operations written by hand."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_matrix_whole_is_fast_and_explains_reasons(
 
 
 def _huge() -> set[str]:
-    """Models whose state alone is larger than the largest cluster that ships."""
+    """Return the models whose state by itself exceeds the largest cluster that ships."""
     from mtrain.plan.count import parameters
 
     return {

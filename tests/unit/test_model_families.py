@@ -41,7 +41,7 @@ no_family = object()
 
 
 def toy_chunk(run: Any, config: Any, stage: int | None) -> tuple[str, int, int | None]:
-    """What a chunk of the toy family is."""
+    """Return the chunk of the toy family: its facts."""
     return "toy", config.num_layers, stage
 
 

@@ -1,4 +1,4 @@
-"""What was planned of a run beside what was measured: part by part."""
+"""Comparison of a run's plan with its measurements, part by part."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def test_compare_covers_each_part() -> None:
 
 
 def test_compare_memory_is_compared_by_kind(tmp_path: Path) -> None:
-    """Tensors have neither the context nor what the allocator holds beside them; the driver counts
-    both.
-    """
+    """Exclude the context and the allocator's reserve from tensors; the driver counts both."""
     stage = report(RUN)["memory"]["stages"][1]
     context = stage["parts"]["context"]
     reserve = stage["parts"]["reserve"]
@@ -122,7 +120,7 @@ def test_compare_unknown_rates_are_reported(
 
 HOSTILE = {
     "a deep line": ("metrics.jsonl", "[" * 100_000 + "\n", 0, ""),
-    "numbers that are none": (
+    "numbers of the wrong type": (
         "metrics.jsonl",
         '{"step": 9, "step_s": NaN}\n{"step": 10, "step_s": true}\n',
         0,

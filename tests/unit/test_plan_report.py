@@ -1,5 +1,5 @@
-"""The plan: what it counts adds up, it is made in a moment and without torch, and what does not fit
-is said.
+"""The plan: its counts add up, it is made in a moment and without torch, and it reports what does
+not fit.
 """
 
 from __future__ import annotations
@@ -153,9 +153,7 @@ def test_plan_report_unfit_plan_names_a_fitting_change() -> None:
 def test_plan_report_lacking_page_has_a_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reserve of the allocator is in both; where nobody knows what a change needs, it is no
-    fix.
-    """
+    """Count the allocator's reserve in both; a change whose memory is unknown is no fix."""
     words = f"model=llama3_8b parallel=tp2 {KEPT} kernels.loss_logits_mib=256 {ON}".replace(
         "=512", "=8192"
     )
@@ -267,8 +265,8 @@ def test_plan_report_bidirectional_model_has_one_count(
 
 
 def test_plan_report_packed_documents_attend_to_themselves() -> None:
-    """As many pairs in one sequence of four samples as in four, and a fourth where documents are as
-    short.
+    """Count as many pairs in one sequence of four samples as in four, and a fourth with documents a
+    fourth as long.
     """
     words = f"model=llama3_8b parallel=single {ON} parallel.recompute.granularity=none"
     words = words.replace("=512", "=4096").replace("size=1", "size=4")

@@ -91,8 +91,8 @@ def soap_of(words: str, own: str = "") -> float:
 
 
 def test_plan_time_rotations_and_bases_take_their_share() -> None:
-    """In fp32: three turns and an average for each side of at most 10,000; the wider sides of MLPs
-    have none.
+    """Count in fp32: three turns and an average for each side of at most 10,000; the wider sides of
+    MLPs have none.
     """
     h = 8192
     up = 2 * 28672

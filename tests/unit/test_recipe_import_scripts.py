@@ -45,7 +45,7 @@ OTHER: dict[str, dict[str, Any]] = TABLES["other"]
 
 @cache
 def imported(name: str) -> Imported:
-    """The script as it is read, or as it runs where it sets flags in a function."""
+    """Import the script as text, or run it if it sets flags in a function."""
     path = SCRIPTS / f"{name}.sh"
     return capture(["bash", str(path)], ()) if name in RUN else import_scripts([path])
 

@@ -1,6 +1,4 @@
-"""An indexer beside an independent definition of it in fp64: what it chooses, its loss, and its
-gradients.
-"""
+"""An indexer compared with an independent definition in fp64: its choices, loss and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written for machines is JSON by its standard, whatever numbers are in it."""
+"""Output for machines: it is standard JSON, whatever numbers are in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for a layout: it finds the best there is, keeps what is said, and its choice is
+"""The search for a layout: it finds the best one, keeps the values that are set, and its choice is
 written down.
 """
 
@@ -117,8 +117,8 @@ BOUNDED = {
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_tune_no_layout_beats_its_bounds(name: str) -> None:
-    """Before its stages and its state are chosen; with a bound that is above them the best would be
-    passed over.
+    """Bound a layout before its stages and its state are chosen: with a bound above its cost, the
+    best would be discarded.
     """
     words, said = BOUNDED[name]
     seen = 0
