@@ -23,6 +23,8 @@ FOLDERS = (
     "benchmarks",
     "tests/support",
     "tests/unit",
+    "tests/distributed",
+    "tests/e2e",
 )
 """Folders that the rules hold for when none is named."""
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")

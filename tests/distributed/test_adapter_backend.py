@@ -120,8 +120,8 @@ def _stock_mla() -> dict[str, torch.Tensor]:
 
 
 def test_adapter_backend_stock_mla_projection_is_still_wrong() -> None:
-    """Why `DuplicatedLinear` is there; if this fails after an upgrade of megatron-core,
-    it may go.
+    """Show why `DuplicatedLinear` exists; if this fails after an upgrade of megatron-core, it can
+    go.
     """
     _, expected = _alone(json.dumps(tiny.MLA))
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"

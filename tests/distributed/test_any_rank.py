@@ -57,7 +57,9 @@ LARGE = [
 
 
 def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
-    """By rank: the parameters that it is the first to hold, so that every one counts once."""
+    """Return for each rank the parameters that it is the first to hold, so that every one counts
+    once.
+    """
     from mtrain.assembly.model import blank_model
     from mtrain.mcore.state.shard_specs import shard_specs_of
     from mtrain.world.fake_world import fake_world
@@ -95,7 +97,8 @@ def _first_holders(run: RunConfig) -> list[int]:
 
 
 def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
-    """Of each pipeline rank: what its stages hold, equal where two hold as much of the same.
+    """Return for each pipeline rank a description of its stages, equal for two that hold as much of
+    the same.
 
     The final norm is where the last layer is.
     """
@@ -161,7 +164,7 @@ def test_any_rank_union_owns_every_parameter_once(name: str) -> None:
 
 
 def _built(run: RunConfig) -> list[list[Weight]]:
-    """By pipeline stage, and there by chunk: the weights that its first rank builds."""
+    """Return the weights that the first rank of each pipeline stage builds, by chunk."""
     from mtrain.assembly.model import blank_model
     from mtrain.world.fake_world import fake_world
 
@@ -183,8 +186,8 @@ def _built(run: RunConfig) -> list[list[Weight]]:
 
 
 def _as_saved(name: str) -> str:
-    """A weight's name as checkpoints of every release have it: 0.19 calls a layer that predicts
-    otherwise itself.
+    """Return a weight's name as checkpoints of every release have it: 0.19 has another name for the
+    layer of multi-token prediction.
     """
     return name.replace(".mtp_model_layer.", ".transformer_layer.")
 
@@ -214,7 +217,7 @@ LAYOUTS = (
     "words", some([*LAYOUTS, *(f"recipe={name}" for name in RECIPES)], LAYOUTS[:2])
 )
 def test_any_rank_plan_names_every_weight_of_a_stage(words: str) -> None:
-    """In its order, with its shape on a rank, and with who shares it."""
+    """Compare order, shape on a rank, and sharing."""
     run = load(
         [*words.split(), *([] if words.startswith("recipe") else ["data=mock"])], BIG, {}
     ).run

@@ -1,5 +1,5 @@
-"""What a key is declared to change is what it changes: the digest of the weights after two steps
-says so.
+"""Declared effects of keys, compared with their real effects: the digest of the weights after two
+steps.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ NAMES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with texts, chats, a tokenizer and corpora; tests run in it."""
+    """Enter a folder with texts, chats, a tokenizer and corpora."""
     home = tmp_path_factory.mktemp("effects")
     for name, words in (("text", "one two three "), ("more", "four five six ")):
         (home / name).mkdir()
@@ -204,7 +204,7 @@ def raw_of(context: str) -> UnresolvedRun:
 
 @cache
 def digest_of(run_json: str) -> str:
-    """The digest of the weights of a resolved run after two steps."""
+    """Return the digest of the weights of a resolved run after two steps."""
     run = RunConfig.model_validate_json(run_json)
 
     def job() -> str:
@@ -231,7 +231,7 @@ def digest(raw: UnresolvedRun) -> str:
 
 
 def accepted(raw: UnresolvedRun, key: str, value: Any) -> UnresolvedRun | None:
-    """The configuration with another value of a key; None: it is none that runs here."""
+    """Return the configuration with another value of a key; None if it cannot run here."""
     try:
         changed = apply(raw, {key: value})
     except ValueError:

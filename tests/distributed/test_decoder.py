@@ -125,7 +125,7 @@ class Recorded(TorchDispatchMode):
 
 
 def _recorded(run: Any, sampling: Sampling, fault: str) -> list[list[Any]]:
-    """The operations of two steps of the middle of a text."""
+    """Return the operations of two steps in the middle of a text."""
     from mtrain.train.generate import decoder as module
 
     with _sampler(run) as sampler:

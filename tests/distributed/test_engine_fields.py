@@ -44,7 +44,7 @@ def declared() -> dict[str, set[str]]:
 
 
 def tabled() -> Iterator[str]:
-    """Every field that a table sets."""
+    """Yield every field that a table sets."""
     for owner, tables in (
         (
             field_facts.TRANSFORMER,

@@ -59,7 +59,7 @@ def steps(run: RunConfig) -> list[tuple[float, float]]:
 
 
 def built(run: RunConfig) -> Any:
-    """What megatron-core's configuration holds, of simple values."""
+    """Return the simple values in megatron-core's configuration."""
 
     def job() -> dict[str, Any]:
         from mtrain.assembly.transformer import transformer_config

@@ -38,7 +38,7 @@ BOUND = 2.5e-3
 
 
 def fp8(run: RunConfig, recipe: str, kind: str = "hybrid") -> RunConfig:
-    """The run with linear layers in 8 bits."""
+    """Return the run with linear layers in 8 bits."""
     return apply(run, {"precision.fp8": kind, "precision.fp8_recipe": recipe})
 
 

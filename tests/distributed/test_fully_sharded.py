@@ -30,14 +30,14 @@ HALF = 1
 
 
 def _run(words: str, dtype: str | None = None) -> RunConfig:
-    """The layout that `words` describe, small enough for a test."""
+    """Return the layout that `words` describe, small enough for a test."""
     argv = words.split()
     full = load(argv).run
     return prove.shrunk(full, argv, STEPS, dtype or prove.formats(full)[-1])
 
 
 def _on(run: RunConfig, ranks: int) -> RunConfig:
-    """The same run on another number of data-parallel ranks."""
+    """Return the same run on another number of data-parallel ranks."""
     batch = run.trainer.model_copy(update={"global_batch_size": 2 * ranks})
     return run.model_copy(
         update={"parallel": run.parallel.model_copy(update={"ranks": ranks}), "trainer": batch}
@@ -91,7 +91,7 @@ RESUMED = [
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
-    """Runs of `STEPS` steps, by the name of their layout."""
+    """Return runs of `STEPS` steps, by the name of their layout."""
     return Uninterrupted(tmp_path_factory.mktemp("whole"), HALF, STEPS)
 
 

@@ -143,8 +143,8 @@ def test_hybrid_resume_is_bitwise(tmp_path: Path) -> None:
 
 
 def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A job of one rank: what a mixer of the run makes of drawn input, and all gradients, by chunks
-    of so many tokens; 0: by the recurrence, one token after the other.
+    """Return a mixer's output for drawn input, and all gradients, by chunks of so many tokens (0:
+    by the recurrence, one token after the other); a job for one rank.
     """
     from mtrain_kernels.ssd import reference
 

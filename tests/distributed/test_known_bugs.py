@@ -50,8 +50,8 @@ def replicas_apart() -> None:
 
 
 def held_back_until_the_last() -> None:
-    """#6357: where optimizer state alone is sharded, gradients wait for a last micro-batch that
-    nobody is told of.
+    """Seed #6357: if only optimizer state is sharded, gradients wait for a last micro-batch that is
+    never announced.
     """
     from mtrain.train import assemble
 
@@ -159,7 +159,9 @@ def test_known_bugs_evaluation_gather_is_found() -> None:
 
 @pytest.mark.full
 def test_known_bugs_embedding_as_matrix_on_one_stage_is_found() -> None:
-    """#5034, beside `test_muon.py`: the stage that predicts further has a copy of the embedding."""
+    """Reproduce #5034, which `test_muon.py` covers too: the stage of multi-token prediction has a
+    copy of the embedding.
+    """
     model = {"num_layers": 2, "mtp_num_layers": 1, "tie_word_embeddings": True}
     run = tiny_run(model=model, optim={"name": "muon"}, ranks=2, pp=2)
     alone = trained(tiny_run(model=model, optim={"name": "muon"}), 3)

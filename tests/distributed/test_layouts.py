@@ -37,7 +37,7 @@ LAYOUTS = {
 def one_rank(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """What one rank computes."""
+    """Return loss and norm of each step, and the gradients, on one rank."""
     folder = tmp_path_factory.mktemp("one")
     values = run_ranks(1, _job, tiny_run(), folder)[0]
     return values, whole_tensors(folder / "step_00000000")

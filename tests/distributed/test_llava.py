@@ -38,7 +38,7 @@ PARTS = {"vision": "model/vision.", "projector": "model/projector."}
 def run_with(
     freeze: tuple[str, ...] = (), data: DataConfig | None = None, **more: Any
 ) -> RunConfig:
-    """A tiny LLaVA on synthetic images, or on those of `data`; keyword arguments are keys of
+    """Return a tiny LLaVA on synthetic images, or on those of `data`; keyword arguments are keys of
     `parallel`.
     """
     model = {"family": "llava", "vocab_size": 512, "llava": {**OWN, "freeze": freeze}}
@@ -65,7 +65,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 
 def part_of(key: str) -> str:
-    """The part of the model that a tensor of a checkpoint belongs to."""
+    """Return the part of the model that a tensor of a checkpoint belongs to."""
     return next((part for part, prefix in PARTS.items() if key.startswith(prefix)), "language")
 
 

@@ -51,7 +51,9 @@ def _run(soap: dict[str, Any] | None = None, **keys: Any) -> Any:
 
 
 def _mix(optimizer: Any) -> None:
-    """The fault: fused weights are gathered as if their rows followed each other on each rank."""
+    """Seed a fault: fused weights are gathered as if their rows followed each other on each
+    rank.
+    """
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
         leaf.optimizer._rows = {}
 

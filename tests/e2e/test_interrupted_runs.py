@@ -35,7 +35,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody disturbed."""
+    """Return the folder of a run without interruptions."""
     home = tmp_path_factory.mktemp("whole")
     done = mtrain(*RUN, cwd=home)
     assert done.returncode == 0, done.stderr
