@@ -26,7 +26,7 @@ from mtrain_kernels.registry import ops
 def test_aot_every_kernel_compiles_without_spilling(
     compilation: dict[str, Any], arch: int, variants: bool
 ) -> None:
-    """Where not all `variants` of a kernel are asked for, the first of each."""
+    """Compile the first variant of each kernel, or all of them with `variants`."""
     rows = [row for row in (Row(**row) for row in compilation["rows"]) if row.arch == arch]
     print(table(rows))
     assert compilation["faults"] == []

@@ -264,7 +264,7 @@ def stand_in(
     enable_gqa=False,
     **options,
 ):
-    """An attention over packed rows with the signature of the libraries', from the definition."""
+    """Attend by the definition over packed rows, with the signature of the libraries."""
     assert max(cu_q.diff()) <= max_q
     assert max(cu_k.diff()) <= max_k
     assert v.shape[-1] == q.shape[-1]

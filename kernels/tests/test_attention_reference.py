@@ -17,7 +17,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 def _by_hand(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sink: Tensor | None = None
 ) -> Tensor:
-    """One softmax per batch, head and query, over the keys it sees."""
+    """Compute one softmax per batch, head and query, over the keys it attends to."""
     q = q.double()
     k = k.double()
     v = v.double()

@@ -113,8 +113,8 @@ def test_roundings_of_fused_kernels_stay_within_limits(name: str, loud: float) -
 
 
 def test_roundings_of_torch_kernel_stay_within_limits() -> None:
-    """On a CPU in blocks of 32 queries, between which it rounds gradients of keys: one block alone
-    is fused.
+    """Run torch's kernel on a CPU in blocks of 32 queries, between which it rounds gradients of
+    keys: a single block is fused.
     """
     found = inputs("causal")
     short = {

@@ -31,7 +31,7 @@ SMALL = {"forward": Tile(16, 16, 4, 1), "queries": Tile(16, 16, 4, 1), "keys": T
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small that a short sequence has tiles which are seen whole, in part and not at all."""
+    """Make tiles so small that a short sequence has fully, partly and never visible ones."""
     for pass_, width in tiles.TABLES:
         monkeypatch.setitem(tiles.TABLES, (pass_, width), (SMALL[pass_],))
     for pass_, tile in SMALL.items():
@@ -115,7 +115,7 @@ def test_attention_triton_lengths_around_a_tile(s: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("window", [(-1, -1), (3, 5), (0, 0), (-1, 4)])
 def test_attention_triton_windows_to_both_sides(window: tuple[int, int]) -> None:
-    """With a sink, since a query that sees one key alone has a gradient of 0."""
+    """Add a sink, since a query that sees only one key has a gradient of 0."""
     parity.check(ours, definition, inputs(("sink",)) | {"causal": False, "window": window})
 
 
@@ -136,8 +136,8 @@ def written_out(
     window: tuple[int, int],
     edges: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition of a part: `partial_attention` through a mask of positions, in the dtype of
-    its inputs.
+    """Define a part: `partial_attention` through a mask of positions, in the dtype of its
+    inputs.
     """
     owners = [
         None if edges is None else torch.searchsorted(edges.long(), at, right=True)

@@ -39,8 +39,8 @@ def inputs(
 
 
 def apart(found: dict[str, Any], even: bool) -> dict[str, Any]:
-    """The same with a weight for each group, from the last to the first in memory, or without one
-    step to all.
+    """Return the same with a weight for each group, from the last to the first in memory, or at
+    uneven distances.
     """
     weights = found.pop("weight").detach()
     groups, n, k = weights.shape
@@ -56,7 +56,7 @@ def apart(found: dict[str, Any], even: bool) -> dict[str, Any]:
 
 
 def listing(function: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
-    """A function of a list of weights as one of w0, w1 and so on, which parity can
+    """Return a function of a list of weights as one of w0, w1 and so on, which parity can
     differentiate.
     """
 

@@ -1,4 +1,4 @@
-"""Logits and their statistics from one kernel, classes with weights, and what is told apart of a
+"""Logits and their statistics from one kernel, classes with weights, and the separate parts of a
 loss.
 """
 
@@ -24,7 +24,9 @@ MODULE = "mtrain_kernels.linear_cross_entropy.triton"
 
 @contextmanager
 def by_one_kernel() -> Iterator[None]:
-    """Whether logits are kept or not; a tile so small that some tokens and columns have several."""
+    """Use tiles so small that some tokens and columns have several, whether logits are kept or
+    not.
+    """
     before = tiles.way_for
     tiles.way_for = lambda *_: SMALL
     try:

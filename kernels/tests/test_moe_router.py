@@ -124,7 +124,7 @@ def test_moe_router_equals_definition_with_gradients(way: str) -> None:
 @pytest.mark.parametrize("way", ["softmax", "softmax before", "bias", "groups"])
 def test_moe_router_half_logits_score_in_fp32(way: str, dtype: torch.dtype) -> None:
     # Compared with the definition at the same precision: equals, which half logits have, must not
-    # be told apart.
+    # be distinguished.
     compare(inputs(33, 20, way, dtype), upcast=False)
 
 

@@ -132,8 +132,8 @@ def test_quantize_swiglu_epilogue_is_bitwise(options):
 
 
 def assert_nearly_same(found: Any, wanted: Any) -> None:
-    """The same but for few elements, where another order of summation tips a rounding
-    by one step.
+    """Assert equality, except for a few elements that another order of summation rounds to a
+    neighbour.
     """
     for a, b in zip(found, wanted, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)

@@ -17,7 +17,9 @@ from mtrain_kernels.optimizer import triton
 
 
 class _Exact:
-    """What they ask of Triton's language, on numbers: sums of products that are rounded once."""
+    """Functions of Triton's language that quotients use, on numbers: sums of products that are
+    rounded once.
+    """
 
     @staticmethod
     def fma(a: Any, b: Any, c: Any) -> Any:
@@ -76,7 +78,7 @@ def test_quotients_scale_rounds_once_for_any_reciprocal(ulps: int, corrected: bo
 
 @pytest.mark.parametrize(("least", "right"), [(-121, True), (-124, False)])
 def test_quotients_avoid_subnormal_reciprocals(least: int, right: bool) -> None:
-    """On a GPU that counts as 0: a scale would be infinite.
+    """Avoid reciprocals that a GPU flushes to 0, with which a scale would be infinite.
 
     The least divisor of a scale is 2^-119.
     """
@@ -102,7 +104,7 @@ def test_quotients_avoid_subnormal_reciprocals(least: int, right: bool) -> None:
 
 
 class _Finite(_Exact):
-    """As `_Exact`; what is infinite stays so."""
+    """Variant of `_Exact` in which infinity stays infinite."""
 
     @staticmethod
     def fma(a: Any, b: Any, c: Any) -> Any:

@@ -25,6 +25,9 @@ FOLDERS = (
     "tests/unit",
     "tests/distributed",
     "tests/e2e",
+    "tests/parity_hf",
+    "tests/museum",
+    "kernels/tests",
 )
 """Folders that the rules hold for when none is named."""
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
@@ -41,8 +44,8 @@ In From For By At On Under Behind Beside Nothing It They If When
 """
 """Words with which no docstring of a class, module or attribute begins: none of them is a noun."""
 PHRASES = {
-    r"(?<!there )\bis none\b": "say `is no X` or `is missing`",
-    r"(?<!there )\bare none\b": "say `there are no X`",
+    r"(?<!there )\bis (?-i:none)\b": "say `is no X` or `is missing`",
+    r"(?<!there )\bare (?-i:none)\b": "say `there are no X`",
     r"\bwhich is one\b": "name the thing",
     r"\bthat is one\b": "name the thing",
     r"\bwhat is kept of\b": "name what is kept",
@@ -55,7 +58,7 @@ PHRASES = {
     r"\bgoes wrong\b": "fails",
     r"\bbeside\b": "next to, or with",
     r"\bbeneath\b": "below, or under",
-    r"\balone\b": "only",
+    r"(?<!\.)\balone\b": "only",
     r"\blearnt\b": "learned",
 }
 """Phrases that no text of the project has -> what to write."""

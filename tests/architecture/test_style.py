@@ -72,6 +72,13 @@ def test_style_attribute_docstrings_begin_with_nouns(tmp_path: Path) -> None:
     assert [line for line, _ in prose.file_findings(module)] == [1]
 
 
+def test_style_names_and_values_are_no_prose() -> None:
+    for text in ("the last step is None, not 2", "loss.alone float32 h16 v64"):
+        assert not list(prose.phrase_findings(text)), text
+    for text in ("the last step is none of them", "a norm alone is fused"):
+        assert list(prose.phrase_findings(text)), text
+
+
 def test_style_swap_is_no_parallel_assignment() -> None:
     for text, lines in (("a, b = b, a", []), ("a, b = b, c", [1])):
         assert list(measure.parallel_assignments(ast.walk(ast.parse(text)))) == lines

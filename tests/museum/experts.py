@@ -17,7 +17,7 @@ BIASED = (
 
 
 def router_not_summed() -> None:
-    """The router's weight is not marked as seeing a part of the sequence."""
+    """Leave the router's weight unmarked as one that receives a part of the sequence."""
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -34,7 +34,7 @@ def experts_divided_by_ep() -> None:
 
 
 def norm_without_experts() -> None:
-    """The norm leaves experts out on all but the first tensor-parallel rank."""
+    """Leave experts out of the norm on all but the first tensor-parallel rank."""
 
     def keeps(real: Any, param: Any, tp_group: Any = None) -> bool:
         expert = not getattr(param, "allreduce", True)
@@ -46,7 +46,7 @@ def norm_without_experts() -> None:
 
 
 def bias_of_one_rank() -> None:
-    """Each rank updates the router's bias by the tokens that it sees."""
+    """Update the router's bias on each rank by that rank's own tokens."""
 
     def updated(real: Any, tokens: torch.Tensor, bias: torch.Tensor, rate: float) -> torch.Tensor:
         offset = tokens.sum(dim=-1, keepdim=True) / tokens.shape[-1] - tokens
@@ -56,7 +56,7 @@ def bias_of_one_rank() -> None:
 
 
 def balancing_loss_not_scaled() -> None:
-    """The balancing loss counts a rank's part of the tokens for all."""
+    """Count a rank's part of the tokens for all in the balancing loss."""
     scaler = owner(f"{CORE}transformer.moe.moe_utils").MoEAuxLossAutoScaler
     real = scaler.apply
     scaler.apply = lambda output, loss: real(output, loss / dist.get_world_size())

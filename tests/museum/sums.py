@@ -26,7 +26,7 @@ def ranks() -> Any:
 
 
 def wrong_sign() -> None:
-    """One rank's gradient of a projection has the other sign."""
+    """Negate one rank's gradient of a projection."""
 
     def build(real: Any, run: Any, world: Any, **more: Any) -> Any:
         chunks = real(run, world, **more)
@@ -72,14 +72,12 @@ def tied_summed_twice() -> None:
 
 
 def tied_counted_twice_in_norm() -> None:
-    """The last stage's copy of a tied embedding counts in the norm as well."""
+    """Count the last stage's copy of a tied embedding in the norm as well."""
     replace(f"{CORE}optimizer.optimizer", "param_is_not_shared", lambda param: True)
 
 
 def _tokens(group: Any) -> None:
-    """The count of tokens is summed over another group than all data- and
-    context-parallel ranks.
-    """
+    """Sum the count of tokens over another group than all data- and context-parallel ranks."""
 
     def finalize(real: Any, model: Any, num_tokens: Any = None, *args: Any, **more: Any) -> None:
         total = dist.all_reduce
@@ -117,7 +115,7 @@ def tokens_without_context() -> None:
 
 
 def mean_of_means() -> None:
-    """Each micro-batch is divided by its own tokens."""
+    """Divide each micro-batch by its own tokens."""
 
     def summed(real: Any, objective: Any, batch: Any, output: torch.Tensor) -> Any:
         loss, count, report = real(objective, batch, output)
@@ -127,7 +125,7 @@ def mean_of_means() -> None:
 
 
 def loss_divided_twice() -> None:
-    """The loss is divided by the number of micro-batches on top of the tokens."""
+    """Divide the loss by the number of micro-batches on top of the tokens."""
 
     def summed(real: Any, objective: Any, batch: Any, output: torch.Tensor) -> Any:
         loss, count, report = real(objective, batch, output)
@@ -141,7 +139,7 @@ def loss_divided_twice() -> None:
 
 
 def reported_loss_of_rank() -> None:
-    """The loss that is reported leaves the other ranks of the context out."""
+    """Leave the other ranks of the context out of the reported loss."""
 
     def summed(real: Any, world: Any, table: Any, reports: Any, own: Any) -> Any:
         weights = torch.ones_like(reports[0]) if reports else None
@@ -190,7 +188,7 @@ def context_left_out() -> None:
 
 
 def only_first_bucket() -> None:
-    """A bucket that was reduced with an earlier micro-batch is not reduced again."""
+    """Skip the reduction of a bucket that was reduced with an earlier micro-batch."""
     done: set[int] = set()
 
     def sync(real: Any, self: Any, *args: Any, **more: Any) -> Any:
@@ -211,7 +209,7 @@ def only_first_bucket() -> None:
 
 
 def _streams(axes: tuple[str, ...]) -> None:
-    """Random streams follow the seed and these coordinates alone."""
+    """Seed random streams by the seed and these coordinates only."""
 
     def seeded(
         real: Any, seed: int, step: int, name: str, coords: Any, own: tuple[str, ...]
@@ -250,7 +248,7 @@ def adapters_drop_features_alike() -> None:
 
 
 def norm_of_stage() -> None:
-    """Every pipeline stage clips by the norm of its own weights."""
+    """Clip by the norm of a pipeline stage's own weights."""
 
     def group(real: Any, self: Any) -> Any:
         return ranks().get_tensor_model_parallel_group()

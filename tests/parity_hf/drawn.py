@@ -15,7 +15,7 @@ Values = dict[str, Any]
 
 
 def draw(kind: str, seed: int) -> Case:
-    """The configuration number `seed` of a `model_type`."""
+    """Return the configuration number `seed` of a `model_type`."""
     r = Random(f"{kind}/{seed}")
     values = FAMILIES[kind](r)
     return Case(kind, values, length=r.choice([33, 40, 47]), seed=seed)

@@ -1,5 +1,5 @@
-"""BERT and Megatron's beside transformers': logits, losses, gradients and steps in layouts; files
-in and out.
+"""BERT and Megatron's BERT compared with transformers: logits, losses, gradients and steps in
+layouts; import and export of files.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _family(kind: str) -> str:
 
 
 def _model(kind: str) -> Any:
-    """A model of transformers whose every weight has an effect; Megatron's has the tanh form of
-    gelu.
+    """Return a model of transformers whose every weight has an effect; Megatron's has the tanh form
+    of gelu.
     """
     import transformers
 
@@ -144,7 +144,7 @@ def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
 
 
 def _batches(run: Path) -> list[dict[str, Tensor]]:
-    """What is learned in each step, whole."""
+    """Return the whole batch of each step."""
     from mtrain.data.batch import GlobalBatches
     from mtrain.models.bert.data import collator
     from mtrain.train.assemble import splits_of
@@ -213,7 +213,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
 
 
 def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
-    """The weights, or gradients, that a checkpoint holds, by their names."""
+    """Return the weights, or gradients, in a checkpoint by the names of transformers."""
     from mtrain.train.verify.prove import whole_tensors
 
     model = _loaded(run).model
@@ -231,11 +231,11 @@ def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
 def _apart(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
 ) -> tuple[float, str]:
-    """The largest difference of a tensor as a share of the largest of its `scale`, which is at
-    least the share `floor` of the largest of all, and where it is.
+    """Return the largest difference of a tensor relative to the largest of its `scale`, which is at
+    least the share `floor` of the largest of all, and its name.
     """
     assert ours.keys() == theirs.keys()
-    # a key's bias has no effect: rounding alone
+    # a key's bias has no effect but rounding
     least = floor * max(float(t.abs().max()) for t in scale.values())
     sizes = {name: max(float(scale[name].abs().max()), least) for name in scale}
     errors = {name: float((ours[name] - t).abs().max()) / sizes[name] for name, t in theirs.items()}
@@ -292,8 +292,8 @@ COPIED = {"weight": "bert.embeddings.word_embeddings.weight", "bias": "cls.predi
 
 
 def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As older files are: norms under other names, both heads, tied tensors twice, and a table of
-    positions.
+    """Return the tensors as in older files: norms under other names, both heads, tied tensors
+    twice, and a table of positions.
     """
     words = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     out = {}

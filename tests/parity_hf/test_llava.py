@@ -1,5 +1,5 @@
-"""LLaVA beside transformers' LlavaForConditionalGeneration: logits, losses, every gradient, folders
-in and out.
+"""LLaVA compared with transformers' LlavaForConditionalGeneration: logits, losses, every gradient,
+import and export of folders.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
     images: tuple[int, int] = (1, 2)
 
     def values(self) -> dict[str, Any]:
-        """Of `config.json`."""
+        """Return the values of `config.json`."""
         text = {**TEXT, **self.text}
         vision = {**VISION, **self.vision}
         return {"image_token_index": 97, **self.both, "text_config": text, "vision_config": vision}
@@ -148,7 +148,7 @@ def their_model(values: dict[str, Any], seed: int = 0) -> Any:
 
 
 def run_of(values: dict[str, Any]) -> Any:
-    """The resolved run that a `config.json` with these values is."""
+    """Return the resolved run of a `config.json` with these values."""
     from mtrain.config.resolve.resolution import Machine, resolve
 
     extra = (
@@ -193,7 +193,9 @@ def drawn_batch(run: Any, case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
-    """How far both sides are apart: logits, loss, and the worst gradient; a job for one rank."""
+    """Return the differences between both sides: logits, loss, and the worst gradient; a job for
+    one rank.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.assembly.model import build_model
     from mtrain.mcore.state.local_params import unwrap
@@ -352,7 +354,9 @@ def test_llava_published_config_is_shipped_model(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, naming: str) -> Path:
-    """A folder as transformers writes it today, as version 4 did, or by the names in memory."""
+    """Return a folder as transformers writes it today, as version 4 did, or by the names in
+    memory.
+    """
 
     def save() -> None:
         made = their_model(Case().values())

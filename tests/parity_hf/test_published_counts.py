@@ -19,7 +19,7 @@ FACTS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "conf/public_configs.json").read_text()
 )
 MODELS = ("bert_345m", "nemotron4_340b")
-"""Those whose vocabulary needs no padding here."""
+"""Models whose vocabulary needs no padding here."""
 
 
 def _built(config: dict[str, Any]) -> int:
