@@ -30,7 +30,7 @@ RUN = (
 
 
 def installed(home: Path) -> Callable[[], None]:
-    """A patch that puts the example where pip would, with its metadata, onto the path."""
+    """Return a patch that puts the example where pip would, with its metadata, onto the path."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     site = home / "site"
     info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
@@ -47,7 +47,7 @@ def installed(home: Path) -> Callable[[], None]:
 
 
 def best(home: Path) -> dict[str, object]:
-    """What the hook wrote."""
+    """Read the file that the hook wrote."""
     found: dict[str, object] = json.loads((home / "runs/run/best.json").read_text())
     return found
 
