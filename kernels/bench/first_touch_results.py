@@ -109,7 +109,7 @@ class Results:
         return found
 
     def done(self, stage: str) -> set[str]:
-        """Units of a stage that need not be done again."""
+        """Return the units of a stage that need not be done again."""
         return {unit for unit, line in self.ends(stage).items() if not line.get("late")}
 
     def planned(self, stage: str) -> list[str] | None:

@@ -165,7 +165,7 @@ def measure_loss(
 def _attention_calls(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen
 ) -> dict[str, Callable[[], object]]:
-    """Forward, and backward under the name of each of its passes."""
+    """Return the forward, and the backward under the name of each of its passes."""
     from mtrain_kernels.attention import backward_triton, triton
 
     scale = q.shape[-1] ** -0.5

@@ -72,7 +72,7 @@ class Soap(FusedAdam):
         given: Callable[[Tensor], Tensor],
         taken: Callable[[Tensor, Tensor], None],
     ) -> None:
-        """Hands what `given` says of each matrix to `rotated`, and the results to `taken`; here
+        """Pass the result of `given` for each matrix to `rotated`, and the results to `taken`; here
         they are whole.
         """
         for param in params:

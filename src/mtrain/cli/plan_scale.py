@@ -363,7 +363,7 @@ def cells(found: Scale) -> list[list[str]]:
 
 
 def _bars(found: Scale) -> Iterator[str]:
-    """Efficiency as bars."""
+    """Yield the efficiency as bars."""
     yield ""
     yield "efficiency"
     most = max(1.0, *(found.efficiency(one) for one in found.points))

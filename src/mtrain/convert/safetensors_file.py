@@ -179,7 +179,7 @@ class Writer:
     """
 
     def __init__(self, path: Path, names: Iterable[str], metadata_bytes: int = 256) -> None:
-        """`metadata_bytes`: of the metadata at most, as JSON."""
+        """Reserve room for metadata of at most `metadata_bytes`, as JSON."""
         self.path = path
         self._names = deque(names)
         self._entries: dict[str, Any] = {}

@@ -32,7 +32,9 @@ class Flops(Protocol):
     """Model FLOPs of one token's forward and backward, without recomputation."""
 
     def __call__(self, model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-        """Attention of a token to half the sequence if `causal`, else to all of it."""
+        """Return the FLOPs of a token, which attends to half the sequence if `causal`, else to all
+        of it.
+        """
 
 
 class Shrink(Protocol):
@@ -41,8 +43,8 @@ class Shrink(Protocol):
     def __call__(
         self, model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int
     ) -> ModelConfig:
-        """Layout `p` must still split it, and everything that decides which code runs stays as it
-        was.
+        """Shrink a model such that layout `p` still splits it, and everything that decides which
+        code runs stays as it was.
         """
 
 

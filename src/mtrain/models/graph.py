@@ -208,8 +208,8 @@ class Graph:
         self.own.append(Block(begin, len(self.ops), when=len(self.ops)))
 
     def discard(self, *tensors: Tensor, when: bool = True) -> None:
-        """`tensors`, of the last block that is recomputed, have been used: a backward that comes
-        here makes them again.
+        """Discard `tensors` of the last recomputed block after their use: a backward that gets here
+        recomputes them.
         """
         if when and not self._again:
             block = self._used.pop()

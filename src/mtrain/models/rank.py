@@ -139,7 +139,7 @@ class Rank:
 
     @property
     def heads(self) -> int:
-        """Query heads on a rank."""
+        """Return the number of query heads on a rank."""
         return max(1, self.model.num_attention_heads // self.layout.tp)
 
     @property

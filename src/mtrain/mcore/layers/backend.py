@@ -168,7 +168,9 @@ class Provider(BackendSpecProvider):
         return chosen(ResidualNorm if self.norms_add else Norm, self.kernels["norm"])
 
     def core_attention(self, *, sparse: bool = False) -> type:
-        """Softmax attention of this rank's heads; `sparse`: to the keys that an indexer chooses."""
+        """Return the class of softmax attention of this rank's heads; `sparse`: to the keys that an
+        indexer chooses.
+        """
         impl = self.kernels["attention"]
         if sparse:
             return chosen(SparseAttention, BACKENDS.get(impl, impl))

@@ -154,8 +154,8 @@ def leave_in_bf16(layer: Any) -> None:
 
 
 def _normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:
-    """megatron-core's sum of a part's output, its bias and the residual, where output and bias are
-    normed first.
+    """Return megatron-core's sum of a part's output, its bias and the residual, in which output and
+    bias are normed first.
     """
 
     def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
@@ -170,7 +170,7 @@ def _normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> 
 def _sum_normed(
     norm: Any, add: Callable[..., Any], training: bool, fused: bool
 ) -> Callable[..., Any]:
-    """megatron-core's sum of a part's output, its bias and the residual, normed."""
+    """Return megatron-core's sum of a part's output, its bias and the residual, normed."""
 
     def normed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
         return norm(add(training, fused)(output_with_bias, residual, dropout_p))

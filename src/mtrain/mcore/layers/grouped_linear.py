@@ -131,7 +131,7 @@ class _GroupedLinear(nn.Module):
         behind: Gate | None = None,
         before: Gate | None = None,
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """`x` [r, input] to [r, output]; the biases too, where the caller adds them.
+        """Map `x` [r, input] to [r, output]; return the biases too, if the caller adds them.
 
         `rows` says how many each expert has, on the host or in integers on the device, where they
         stay; with the latter, rows behind the last expert's give zeros. An activation is made in

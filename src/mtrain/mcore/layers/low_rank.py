@@ -144,7 +144,7 @@ def _parameter(like: Tensor, rows: int, columns: int | None = None) -> nn.Parame
 
 
 def _drawn(a: nn.Parameter, inputs: int) -> nn.Parameter:
-    """Marks `lora_a` with the distribution that `peft` draws it from: uniform, as torch's linear
+    """Mark `lora_a` with the distribution that `peft` draws it from: uniform, as torch's linear
     layers.
     """
     a.mtrain_init_bound = inputs**-0.5  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ class _LowRank:
         self._halves = self.config.gated_linear_unit and parts.count == 2
 
     def row_norms(self: Any) -> Tensor:
-        """Norms [rows] of the rows of W + s B A, in fp32."""
+        """Return the norms [rows] of the rows of W + s B A, in fp32."""
         own = spread(self.lora_b, self.one_hot)
         rows = max(1, NORM_ELEMENTS // self.weight.shape[1])
         squares = torch.cat(
@@ -228,7 +228,7 @@ class _LowRank:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _compressed(self: Any, x: Tensor) -> Tensor:
-        """s A x of all parts, [..., parts * r]; each part has dropout of its own on `x`."""
+        """Return s A x of all parts, [..., parts * r]; each part has dropout of its own on `x`."""
         rate = self.adapter.dropout
         if not rate or not self.training:
             return F.linear(x, self.lora_a) * self.adapter.scale

@@ -166,7 +166,7 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
 
 def _all(x: Tensor, group: Any) -> Tensor:
-    """`x` [m, ...] of all ranks, one behind the other."""
+    """Gather `x` [m, ...] of all ranks, one after the other."""
     # Not every backend knows FP8; bytes do for a gather.
     flat = x.contiguous().view(torch.uint8)
     found = flat.new_empty((group.size() * flat.shape[0], *flat.shape[1:]))
@@ -175,7 +175,7 @@ def _all(x: Tensor, group: Any) -> Tensor:
 
 
 def _side_by_side(x: Tensor, group: Any, ranks: int) -> Tensor:
-    """`x` [k, m] of all ranks as [k, ranks m]."""
+    """Gather `x` [k, m] of all ranks as [k, ranks m]."""
     found = _all(x, group).view(torch.uint8)
     return found.view(ranks, x.shape[0], -1).transpose(0, 1).reshape(x.shape[0], -1).view(x.dtype)
 

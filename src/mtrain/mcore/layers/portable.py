@@ -204,8 +204,8 @@ class Activation(MegatronModule):
             self.kind = "squared_relu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]; or `x` itself,
-        left to others.
+        """Map `x` [..., 2f] to [..., f] if it is gated, else [..., f] to [..., f]; or return `x`
+        itself, if it is left to the next layer.
         """
         return x if self.left_to_linear else activation(x, self.kind, impl=self.impl)
 
@@ -262,7 +262,7 @@ class DuplicatedLinear(nn.Module):
         self._init_method(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """`x` [..., input_size] to [..., output_size], and no bias."""
+        """Map `x` [..., input_size] to [..., output_size], and no bias."""
         y = self._product(x)
         if self._summed:
             # The compressed half needs no sum: the up projection that reads it sums the gradient of

@@ -118,7 +118,7 @@ def count_choices(router: Any, counts: Tensor) -> None:
 
 
 def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`TopKRouter.routing` of `logits` [s, b, e] where some positions are padding, which has
+    """Do as `TopKRouter.routing` for `logits` [s, b, e] some of whose positions are padding, with
     weights of 0.
 
     `tokens` [s * b] says which are not. The results are weights and a map, both [s * b, e]. Where

@@ -65,8 +65,8 @@ class Teacher:
 
 
 def chosen(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
-    """Marks [b, s, t] of the keys with the `topk` highest scores [b, s, t] among those that are
-    `visible` [s, t].
+    """Return marks [b, s, t] of the keys with the `topk` highest scores [b, s, t] among those that
+    are `visible` [s, t].
     """
     best = (
         scores.masked_fill(~visible, -torch.inf).topk(min(topk, scores.shape[-1]), dim=-1).indices
@@ -108,8 +108,8 @@ def taught(
     factor: float | Tensor = 1.0,
     learned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Index]:
-    """`marks`, the loss of the index, and `factor` times its gradient with respect to queries, keys
-    and weights.
+    """Return `marks`, the loss of the index, and `factor` times its gradient with respect to
+    queries, keys and weights.
 
     The loss is that of the queries that are true in `learned` [b, s]; None: all.
 

@@ -151,8 +151,8 @@ def with_auxiliary_outputs(
 
 
 def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands whose product is hidden weight^T + bias; eight columns more, a multiple that matrix
-    units like.
+    """Return operands whose product is hidden weight^T + bias, with eight columns more, a multiple
+    that suits matrix units.
     """
     ones = hidden.new_zeros(hidden.shape[0], 8)
     ones[:, 0] = 1
@@ -219,8 +219,8 @@ class SummedLosses:
             self.rotary_pos_emb = TwoBases(self.rotary_pos_emb, rotary_base_local)
 
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-        """megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding is
-        overwritten.
+        """Return megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding
+        is overwritten.
         """
         self._hide_padding(logits)
         losses: Tensor = super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
@@ -334,8 +334,8 @@ class LanguageModel(SummedLosses, GPTModel):
         self._further_masks: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """megatron-core's, with `further_masks` [b, s, depths]: what `loss_mask` is, for each MTP
-        layer's loss.
+        """Run megatron-core's forward with `further_masks` [b, s, depths], a `loss_mask` for each
+        MTP layer's loss.
         """
         self._further_masks = kwargs.pop("further_masks", None)
         return super().forward(*args, **kwargs)

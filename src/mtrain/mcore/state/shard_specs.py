@@ -83,8 +83,8 @@ def _describe(model: Any) -> dict[str, list[ShardSpec]]:
 
 
 def _entries(node: Any) -> Iterator[Any]:
-    """Sharded tensors and factories of a model's state; objects without tensor data are
-    left out.
+    """Yield sharded tensors and factories of a model's state, without objects that have no tensor
+    data.
     """
     if isinstance(node, dict):
         for value in node.values():

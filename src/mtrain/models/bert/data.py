@@ -37,7 +37,7 @@ class Draws:
         )
 
     def words(self, what: int, samples: np.ndarray, positions: int) -> np.ndarray:
-        """uint64 [n, positions] for n sample numbers, independent for each `what`."""
+        """Return uint64 [n, positions] for n sample numbers, independent for each `what`."""
         rows = mix64(samples.astype(np.uint64)[:, None] + self._keys[what])
         return mix64(rows + mix64(np.arange(positions, dtype=np.uint64) + np.uint64(1)))
 
@@ -112,7 +112,7 @@ def masked(
 
 
 def _alone(text: np.ndarray, bert: BertConfig) -> np.ndarray:
-    """Windows [n, s + 1] as one sentence with its special tokens, [n, s]."""
+    """Return windows [n, s + 1] as one sentence with its special tokens, [n, s]."""
     length = text.shape[1] - 1
     return _joined(text, bert, [slice(0, length - bert.added())])
 

@@ -146,8 +146,8 @@ def _experts(mixer: str, apart: bool) -> Iterator[Entry]:
 
 
 def _granite(router: str, first: str, second: str) -> ByKind:
-    """Granite 4, of whose layers each is two of ours; `router`, `first` and `second` are those of
-    routed experts.
+    """Return the table of Granite 4, each of whose layers is two of ours; `router`, `first` and
+    `second` are those of routed experts.
     """
     theirs = "model.layers.{p}."
     experts = f"{_LAYER}mlp.experts."

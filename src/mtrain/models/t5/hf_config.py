@@ -18,8 +18,8 @@ unused ids.
 
 
 def _block(f: ConfigFile) -> None:
-    """Activation, decoder, dropout and ids; transformers derives some from others unless a file
-    says them.
+    """Read activation, decoder, dropout and ids; transformers derives some from others unless a
+    file sets them.
     """
     _activation(f)
     layers = f.get("num_layers")

@@ -263,7 +263,7 @@ def _residuals(one: Measured, step: StepTime) -> Vector:
 
 
 def least_squares(residuals: Callable[[Vector], Vector], x: Vector) -> Vector:
-    """Gauss and Newton, with the steps of Levenberg and Marquardt."""
+    """Minimise squares by Gauss-Newton, with the steps of Levenberg and Marquardt."""
     damping = 1.0
     now = residuals(x)
     for _ in range(ROUNDS):

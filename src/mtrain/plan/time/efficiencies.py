@@ -88,7 +88,9 @@ class Efficiencies:
 
 
 def powered(device: Device, reached: Efficiencies, form: str) -> float:
-    """Rate of large products in a format, by watts and generation, against what `products` says."""
+    """Return the rate of large products in a format, by watts and generation, relative to
+    `products`.
+    """
     return float(
         device.power.get(form, 1.0) ** reached.power
         * (reached.blackwell if device.blackwell else 1.0)

@@ -347,8 +347,8 @@ class Costs:
         return ranks - self.pieces(run).twice if p.pp == 1 else ranks
 
     def _in_flight(self, run: RunConfig, rank: int, number: int) -> npt.NDArray[np.int64]:
-        """Micro-batches of each chunk that a pipeline rank has in flight, where every chunk keeps
-        as much.
+        """Return the micro-batches of each chunk that a pipeline rank has in flight, if every chunk
+        keeps as much.
         """
         p = run.parallel
         key = p.pp, p.vpp, rank, number

@@ -219,7 +219,7 @@ class Search:
         heapq.heappush(self.heap, (seconds, self.looked_at, node))
 
     def _go_on(self, node: _Node) -> None:
-        """Chooses the next axis, or plans what is chosen."""
+        """Choose the next axis, or plan a complete choice."""
         if node.axis == len(AXES):
             self._plan(node)
         elif node.axis == STATE:

@@ -208,8 +208,8 @@ def _part(
 
 
 def _expert_sums(entries: list[Entry]) -> np.ndarray | None:
-    """Sums over all rows of each expert [experts, features]; None where ranks hold
-    other features.
+    """Return the sums over all rows of each expert [experts, features]; None if ranks hold other
+    features.
     """
     facts, event, _ = entries[0]
     width = {values.shape[1:] for _, _, values in entries}
