@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Starts the compilation early, unless many workers would each start it."""
+    """Start the compilation early, unless many workers would each start it."""
     alone = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
     if alone and (words := _wanted(session)):
         session.config.stash[COMPILATION] = _compile(words)

@@ -77,7 +77,9 @@ def test_aot_regressions_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_aot_recorded_kernels_do_not_spill() -> None:
-    """And what streams reads no 16 bits a lane: 5% of the bytes are scalars of a row or a tile."""
+    """Expect no spills, and no streams that read 16 bits per lane: 5% of the bytes are scalars of a
+    row or a tile.
+    """
     record = json.loads(compiled.RECORD.read_text())
     shown = (
         compiled.README.read_text().partition(compiled.MARKS[0])[2].partition(compiled.MARKS[1])[0]
@@ -137,7 +139,7 @@ def test_aot_tile_is_its_loop_over_memory() -> None:
 
 
 def test_aot_occupancy_follows_lanes() -> None:
-    """Cycles of 100 instructions of 4 warps: 100 to issue them, and more where a unit has fewer
+    """Count cycles of 100 instructions of 4 warps: 100 to issue them, and more if a unit has fewer
     lanes.
     """
     for name, cycles in (

@@ -89,7 +89,7 @@ def definition(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Scores written out, who sees whom in a loop over pairs."""
+    """Compute unfused scores, with a loop over pairs for visibility."""
     s = q.shape[2]
     owner = [
         0 if cu_seqlens is None else sum(i >= edge for edge in cu_seqlens.tolist())

@@ -46,9 +46,7 @@ def _inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _naive_visible(s: int, t: int, causal: bool, window: tuple[int, int]) -> Tensor:
-    """Written as the sentence: key j is seen unless it is ahead, too far behind or too
-    far ahead.
-    """
+    """Follow the sentence: key j is seen unless it is ahead, too far behind or too far ahead."""
     seen = torch.zeros(s, t, dtype=torch.bool)
     for i in range(s):
         for j in range(t):

@@ -124,7 +124,9 @@ def test_roundings_of_torch_kernel_stay_within_limits() -> None:
 
 
 def test_roundings_whole_tensor_tolerance_is_no_bound() -> None:
-    """Rows that see few keys have gradients, and errors, many times those of the others."""
+    """Show rows that attend to few keys: their gradients, and errors, are many times those of the
+    others.
+    """
     with pytest.raises(AssertionError, match="gradient of q"):
         parity.check(fused, definition, inputs("causal", 16.0), tolerance=3e-2)
 

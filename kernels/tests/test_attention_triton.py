@@ -46,7 +46,9 @@ def inputs(
     batch: int = 1,
     groups: int = 1,
 ) -> dict[str, Any]:
-    """Two query heads for each of keys, an odd length, and what the features say."""
+    """Return inputs with two query heads for each key head, an odd length, and the named
+    features.
+    """
     torch.manual_seed(0)
     heads = 2 * groups
     shapes = {
@@ -215,7 +217,7 @@ def test_attention_triton_seeded_bug_is_found(
 
 
 def test_attention_triton_hidden_tiles_are_skipped() -> None:
-    """Not-a-number in keys and values that nobody sees does not show, not even as zero times it."""
+    """Put not-a-number into hidden keys and values: it must not show, not even as zero times it."""
     found = inputs(("packed", "window"))
     with torch.no_grad():
         clean = ours(**found)

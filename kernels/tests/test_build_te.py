@@ -155,7 +155,8 @@ def test_build_te_newest_is_taken_where_accepted() -> None:
 
 
 def test_build_te_refused_by_megatron_is_not_admitted() -> None:
-    """megatron-core 0.16.1 names a range in an extra; 0.19.2 names TransformerEngine without one.
+    """Compare with megatron-core: 0.16.1 names a range in an extra; 0.19.2 names TransformerEngine
+    without one.
 
     `constraints.txt` says which release of megatron-core comes with a Python, and so which Pythons
     have this one.

@@ -28,7 +28,7 @@ def touch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def walk(folder: Path, *words: str) -> tuple[int, str]:
-    """Exit code and output of a dry run."""
+    """Return the exit code and output of a dry run."""
     command = [
         sys.executable,
         str(BENCH / "first_touch.py"),

@@ -353,7 +353,7 @@ def test_gpu_runs_functions_list_own_time_by_module(runs: ModuleType) -> None:
 
 
 def noted(folder: Path) -> Any:
-    """Results of a call on a card, by hand."""
+    """Return the results of a call on a card, by hand."""
     from first_touch_results import Results
 
     results = Results(folder)

@@ -29,7 +29,7 @@ COUNTS = [[5], [3, 0, 2], [0, 0], [40, 1, 17, 0], [0, 30, 9]]
 def inputs(
     counts: list[int], sizes: tuple[int, int], dtype: torch.dtype = torch.float32, rest: int = 3
 ) -> dict[str, Any]:
-    """`sizes` are n and k; `rest` rows lie behind the last group."""
+    """Return inputs; `sizes` are n and k, and `rest` rows follow the last group."""
     torch.manual_seed(0)
     shapes = {"x": (sum(counts) + rest, sizes[1]), "weight": (len(counts), *sizes)}
     found: dict[str, Any] = {

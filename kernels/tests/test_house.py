@@ -65,8 +65,8 @@ def _is_readable(path: Path) -> None:
 
 
 def test_house_package_stands_alone() -> None:
-    """Rivals are imported only where they are called, so that nobody needs them; mtrain only by
-    the benchmark.
+    """Import rivals only where they are called, so that nobody needs them; mtrain only in the
+    benchmark.
     """
     for path in FILES:
         _stands_alone(path)

@@ -29,7 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def impls(tokens: int, k: int, experts: int) -> Tensor:
-    """Different experts for each token, some of them dropped; expert 1 gets nothing."""
+    """Return different experts for each token, some of them dropped; expert 1 gets nothing."""
     torch.manual_seed(0)
     chosen = torch.rand(tokens, experts, device=DEVICE)
     chosen[:, 1] = -1

@@ -57,9 +57,7 @@ def compare(found: dict[str, Any], **options: Any) -> None:
 
 
 def by_hand(found: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
-    """Written as the sentence, one token after another, by sorting pairs of value and index in
-    fp64.
-    """
+    """Follow the sentence, one token after another, by sorting pairs of value and index in fp64."""
     k = found["topk"]
     score = found.get("score", "softmax")
     bias = found.get("expert_bias")

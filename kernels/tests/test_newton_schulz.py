@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @triton.jit
 def place_kernel(out_ptr, first, SIZE: tl.constexpr):
-    """Rows and columns of SIZE tiles."""
+    """Write the rows and columns of SIZE tiles."""
     at = tl.arange(0, SIZE)
     row, column = _lower(first + at)
     tl.store(out_ptr + at, row)

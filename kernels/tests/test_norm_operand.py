@@ -141,7 +141,7 @@ def test_norm_operand_scale_is_whole_or_given(full: bool) -> None:
 
 
 def through(given: dict[str, Any], recipe: Recipe, prepared: bool) -> list[Tensor]:
-    """Value and gradients of a norm and a linear layer behind it, and of the sum."""
+    """Return value and gradients of a norm and the linear layer after it, and of the sum."""
     leaves = [t for t in given.values() if isinstance(t, Tensor)]
     torch.manual_seed(1)
     weight = (

@@ -61,7 +61,7 @@ def step(lists: Lists, hyper: Hyper, impl: str, **options: Any) -> Lists:
 
 
 def assert_same(found: Lists, wanted: Lists) -> None:
-    """Equal to the last bits of fp32; what is kept in fewer bits is equal but where that tips a
+    """Assert equality to the last bits of fp32; states in fewer bits are equal unless that tips a
     rounding.
     """
     if found.masters and found.masters[0].dtype == torch.int16:

@@ -21,7 +21,9 @@ SHAPES = [(3, 40), (130, 140), (0, 16), (5, 0)]
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers over many magnitudes, with zeros, infinities and not-a-numbers strewn in."""
+    """Return normal numbers over many magnitudes, with zeros, infinities and not-a-numbers
+    interspersed.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(
         -12, 6, (rows, columns), generator=generator

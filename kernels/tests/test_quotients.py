@@ -31,7 +31,7 @@ class _Exact:
 
 
 def _nearest(x: Fraction) -> Any:
-    """fp32, ties to even."""
+    """Return the nearest fp32, ties to even."""
     near = np.float32(float(x))
     around = sorted((np.nextafter(near, np.float32(side)), near) for side in (-np.inf, np.inf))
     every = {value for pair in around for value in pair}
@@ -58,7 +58,7 @@ def test_quotients_round_once_for_constant_divisor(corrected: bool) -> None:
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("ulps", [-1, 0, 1])
 def test_quotients_scale_rounds_once_for_any_reciprocal(ulps: int, corrected: bool) -> None:
-    """`GREATEST / amax`, with the GPU's reciprocal, which is right to one last bit."""
+    """Divide `GREATEST / amax` with the GPU's reciprocal, which is right to one last bit."""
 
     def reciprocal(y: Any) -> Any:
         exact = np.float32(1 / float(y))

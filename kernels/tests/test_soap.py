@@ -151,8 +151,8 @@ def test_soap_zero_gradient_begins_with_identity_basis() -> None:
 
 
 def test_soap_unresolved_fp32_keeps_basis() -> None:
-    """Two gradients that differ in their last digits, of few directions: a step behind them is the
-    same.
+    """Take two gradients of few directions that differ in their last digits: the step after them is
+    the same.
     """
     few = gradients(8, 8, 1)[0][:, :3] @ gradients(8, 8, 1)[0][:3]
     noise = gradients(8, 8, 2)

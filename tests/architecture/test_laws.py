@@ -127,7 +127,9 @@ def dotted(node: ast.AST) -> str:
 
 
 def name_of(path: Path) -> str:
-    """`mtrain.config.compose.yaml_reader` of its file; a package has the name of its folder."""
+    """Return `mtrain.config.compose.yaml_reader` of its file; a package has the name of its
+    folder.
+    """
     return ".".join(("mtrain", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
         ".__init__"
     )
@@ -298,8 +300,8 @@ def loading_megatron(trees: Mapping[str, ast.Module]) -> set[str]:
 
 
 def too_early(tree: ast.Module, heavy: set[str]) -> Iterator[tuple[str, int]]:
-    """Imports of modules that load megatron-core in a function that has not installed the adapter
-    before.
+    """Yield imports of modules that load megatron-core in a function that has not installed the
+    adapter before.
     """
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
@@ -310,7 +312,9 @@ def too_early(tree: ast.Module, heavy: set[str]) -> Iterator[tuple[str, int]]:
 
 
 def test_law_adapter_before_megatron() -> None:
-    """Earlier tests of a process may have installed it; a user's shell has not."""
+    """Check the source: earlier tests of a process may have installed the adapter; a user's shell
+    has not.
+    """
     trees = {name_of(path): tree_of(path) for path in modules()}
     heavy = loading_megatron(trees)
     for path in modules():
@@ -384,8 +388,8 @@ def test_law_torch_cuda_in_one_file() -> None:
 
 
 def words_compared(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
-    """Constants that decide something: sides of a comparison, patterns of a match, keys of a table,
-    prefixes.
+    """Yield constants that decide something: sides of a comparison, patterns of a match, keys of a
+    table, prefixes.
     """
     for node in nodes:
         parts: list[ast.AST] = []

@@ -72,6 +72,13 @@ def test_style_attribute_docstrings_begin_with_nouns(tmp_path: Path) -> None:
     assert [line for line, _ in prose.file_findings(module)] == [1]
 
 
+def test_style_function_docstrings_begin_with_commands() -> None:
+    for word in ("Return", "Pass", "Reduce-scatter", "Own"):
+        assert prose.is_command(word), word
+    for word in ("Returns", "Losses", "What", "The", "`x`", "[s", "fp32", "megatron-core's"):
+        assert not prose.is_command(word), word
+
+
 def test_style_names_and_values_are_no_prose() -> None:
     for text in ("the last step is None, not 2", "loss.alone float32 h16 v64"):
         assert not list(prose.phrase_findings(text)), text

@@ -151,7 +151,9 @@ def told(model: ModelConfig) -> Json:
 
 
 def own(m: ModelConfig) -> int:
-    """Parameters without rows that only pad, and without layers that predict further."""
+    """Return the number of parameters without rows that only pad, and without layers that predict
+    further.
+    """
     tables = 1 if m.tie_word_embeddings else 2
     biases = 0 if m.bert is None else 1
     padding = (m.padded_vocab_size - m.vocab_size) * (tables * m.hidden_size + biases)
@@ -267,8 +269,8 @@ def test_public_config_file_parameter_count(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_public_config_table_numbers(name: str) -> None:
-    """12 L h^2 + V h for each table of embeddings, and 13 L h + 2 h + S h for biases, norms and
-    positions.
+    """Count 12 L h^2 + V h for each table of embeddings, and 13 L h + 2 h + S h for biases, norms
+    and positions.
     """
     known = TABLES[name]
     m = shipped(name)

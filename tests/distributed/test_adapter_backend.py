@@ -228,8 +228,8 @@ CONTEXT_KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
-    """Output and gradients of q, k, v (and the sink), each at its place in the whole sequence, zero
-    elsewhere.
+    """Return the output and gradients of q, k, v (and the sink), each at its place in the whole
+    sequence, zero elsewhere.
     """
     from mtrain.mcore import api
     from mtrain.mcore.layers.attention import CoreAttention

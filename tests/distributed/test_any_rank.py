@@ -31,7 +31,7 @@ is trained.
 
 
 def trained(run: RunConfig) -> int:
-    """Parameters of a run that have a gradient."""
+    """Return the number of parameters of a run that have a gradient."""
     if run.peft.kind is not None:
         return sum(adapter_parameters(run))
     return parameters(run.model) - frozen_parameters(run.model)
@@ -84,8 +84,8 @@ def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
 
 
 def _first_holders(run: RunConfig) -> list[int]:
-    """Ranks that can be the first to hold anything: those with no data- or context-parallel sibling
-    before them.
+    """Return the ranks that can be the first to hold anything: those with no data- or
+    context-parallel sibling before them.
     """
     grid = RankGrid.of(run)
     places = [grid.coords(rank) for rank in range(grid.world)]
@@ -122,8 +122,8 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
 
 @pytest.mark.parametrize("name", some(RECIPES, ["gpt_oss/20b_h100x16"]))
 def test_any_rank_of_each_stage_kind_owns_its_part(name: str) -> None:
-    """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel
-    group or not.
+    """Multiply by the number of ranks of its kind: every parameter counts once, whether the rank is
+    first of its tensor-parallel group or not.
     """
     run = load([f"recipe={name}"], BIG, {}).run
     grid = RankGrid.of(run)

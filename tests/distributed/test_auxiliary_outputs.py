@@ -62,7 +62,7 @@ def _recorded(
 
 
 def _by_definition() -> None:
-    """Losses of one rank from all logits, by autograd."""
+    """Compute the losses of one rank from all logits, by autograd."""
     from mtrain.mcore.models.language_model import SummedLosses
 
     def sum_of_losses(

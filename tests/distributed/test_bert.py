@@ -85,8 +85,8 @@ Trained = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """Losses and norms of one rank, and the weights behind them, by the kind of model; each is
-    trained once.
+    """Return the losses and norms of one rank, and the weights after them, by the kind of model;
+    each is trained once.
     """
     known: dict[str, Trained] = {}
 

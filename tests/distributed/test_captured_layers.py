@@ -33,8 +33,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
 
 
 def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, float]], int]:
-    """Losses and gradient norms of three steps, and how many sums norms made in the first of their
-    forwards.
+    """Return the losses and gradient norms of three steps, and the number of sums that norms made
+    in the first of their forwards.
     """
 
     def job() -> tuple[list[tuple[float, float]], int]:

@@ -26,7 +26,7 @@ AVERAGES = ("token", "sample", "sequence")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen chats of unlike lengths, and a tokenizer."""
+    """Write sixteen chats of unlike lengths, and a tokenizer."""
     home = tmp_path_factory.mktemp("chats")
     dice = random.Random(5)
     folder_of(home, "chatml")
@@ -59,7 +59,7 @@ def run_with(home: Path, average: str, windows: int | None = None, **more: Any) 
 
 
 def windows_of(home: Path) -> int:
-    """Windows that all chats fill."""
+    """Return the number of windows that all chats fill."""
     from mtrain.data import open_splits, prepare
 
     data = run_with(home, "token", 1).data

@@ -117,7 +117,7 @@ def test_checkpoint_missing_piece_is_not_filled(checkpoint: Path) -> None:
 
 
 def _sizes(checkpoint: Path) -> dict[tuple[str, str], int]:
-    """Bytes of every entry of every shard."""
+    """Return the bytes of every entry of every shard."""
     from safetensors import safe_open
 
     found = {}

@@ -327,7 +327,7 @@ def test_checkpoint_box_is_assembled_from_any_pieces() -> None:
 def cut_in_boxes(
     shape: tuple[int, ...], dice: random.Random
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and shape of boxes that make up a tensor."""
+    """Return the offset and shape of boxes that make up a tensor."""
     axes = []
     for n in shape:
         bounds = sorted({0, n, dice.randrange(n + 1)})

@@ -175,7 +175,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def values_of(annotation: Any, now: Any) -> Iterator[Any]:
-    """Other values that a type allows, as far as they can be guessed from it."""
+    """Yield other values that a type allows, as far as they can be guessed from it."""
     origin = get_origin(annotation)
     inside = get_args(annotation)
     if origin is Annotated:
@@ -264,7 +264,9 @@ def test_declared_effect_none_changes_no_weight(key: str) -> None:
 
 
 def _seen() -> list[str]:
-    """Keys that are declared to change numbers, of sections that the configurations above have."""
+    """Return the keys that are declared to change numbers, of sections that the configurations
+    above have.
+    """
     unseen = {key for keys in UNSEEN for key in keys.split()}
     absent = tuple(f"model.{name}." for name in SECTIONS)
     found = [

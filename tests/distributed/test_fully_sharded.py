@@ -176,8 +176,8 @@ def test_fully_sharded_resume_across_layouts_keeps_state_bits(
 
 
 def _use(run: RunConfig) -> tuple[float, list[int], float]:
-    """Validation loss and generated tokens after two steps, and the loss of the second step that
-    follows.
+    """Return the validation loss and generated tokens after two steps, and the loss of the second
+    step that follows.
     """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.generate.sampler import Sampler
@@ -221,8 +221,8 @@ def test_fully_sharded_unreduced_shard_is_found(name: str) -> None:
 
 
 def _memory(run: RunConfig) -> dict[str, float]:
-    """Weights: all, with memory before the model was cut, kept between steps; bytes of all that
-    lives then.
+    """Return the bytes of weights: all, with memory before the model was cut, and kept between
+    steps; and bytes of all live memory then.
     """
     from mtrain.assembly import model
     from mtrain.mcore.state.local_params import local_params
@@ -250,7 +250,7 @@ def _memory(run: RunConfig) -> dict[str, float]:
 
 
 def _live_bytes() -> int:
-    """Bytes of the memory that tensors of this process share among them."""
+    """Return the bytes of the memory that tensors of this process share among them."""
     gc.collect()
     tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
     return sum(

@@ -47,7 +47,7 @@ def limits() -> Limits:
 
 @pytest.fixture
 def started() -> Iterator[list[Launched]]:
-    """Processes that do not outlive the test."""
+    """Provide a list for processes, which do not outlive the test."""
     launched: list[Launched] = []
     yield launched
     for one in launched:

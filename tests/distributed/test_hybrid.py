@@ -68,7 +68,7 @@ def _train(run: RunConfig, folder: Path) -> list[tuple[float, float]]:
 def one_rank(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses and norms of one rank, and the weights behind them."""
+    """Return the losses and norms of one rank, and the weights after them."""
     home = tmp_path_factory.mktemp("one")
     return run_ranks(1, _train, hybrid_run(), home)[0], whole_tensors(home / f"step_{STEPS:08d}")
 

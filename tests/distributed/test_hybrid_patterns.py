@@ -143,9 +143,7 @@ OF_LATENT = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", OF_LATENT)
 def test_hybrid_patterns_latent_attention_is_recomputed(name: str) -> None:
-    """`check` knows layers of latent attention for what they have: queries, keys and values, and a
-    core.
-    """
+    """Count layers of latent attention by their parts: queries, keys and values, and a core."""
     words = f"{PATTERNS['latent attention']} {OF_LATENT[name]}"
     runs = [built_as("gpt", f"{words} parallel={layout}") for layout in ("single", "tp2sp")]
     one, many = (trained(run, 2) for run in runs)

@@ -31,7 +31,7 @@ Start = Callable[[Path, int], list[Launched]]
 
 
 def ends(home: Path) -> dict[str, str]:
-    """Hashes of what each rank saved at the end."""
+    """Return the hashes of everything that each rank saved at the end."""
     manifest = read_manifest(home / "runs/run/checkpoints/step_00000002", verify=True)
     return {
         name: facts["header_sha256"]
@@ -50,17 +50,17 @@ def _through_exec() -> None:
 
 
 def forked(home: Path, ranks: int) -> list[Launched]:
-    """Ranks that are forked from the launcher."""
+    """Launch ranks that are forked from the launcher."""
     return [Launched(*words(ranks), cwd=home)]
 
 
 def executed(home: Path, ranks: int) -> list[Launched]:
-    """Ranks in interpreters of their own."""
+    """Launch ranks in interpreters of their own."""
     return [Launched(*words(ranks), cwd=home, patch=_through_exec)]
 
 
 def as_of_torchrun(home: Path, ranks: int) -> list[Launched]:
-    """Ranks that a launcher such as torchrun started."""
+    """Launch ranks as a launcher such as torchrun does."""
     port = free_port()
     return [
         Launched(*words(ranks), cwd=home, environment=as_rank(rank, ranks, port))
@@ -84,7 +84,7 @@ def task(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
 
 
 def _noting(home: Path) -> Callable[[], None]:
-    """Counts in a file how often this process composes a configuration."""
+    """Return a patch that counts in a file how often this process composes a configuration."""
 
     def patch() -> None:
         from mtrain.cli import train

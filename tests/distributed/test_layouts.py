@@ -50,8 +50,8 @@ def _job(run: object, folder: Path, flip: int | None = None) -> list[tuple[float
 def _largest_errors(
     values: list[tuple[float, float]], gradients: dict[str, torch.Tensor], one_rank: tuple
 ) -> tuple[float, float, float]:
-    """Largest relative error of losses, of gradient norms, and of any parameter's gradient at step
-    0.
+    """Return the largest relative error of losses, of gradient norms, and of any parameter's
+    gradient at step 0.
     """
     expected_values, expected = one_rank
     assert gradients.keys() == expected.keys()

@@ -40,14 +40,14 @@ QUICK = (
 
 
 def command(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
 def saved(
     case: theirs.Case, folder: Path, layout: dict[str, Any] | None = None, ranks: int = 1
 ) -> list[Any]:
-    """Saves a model; the weights of each rank."""
+    """Save a model; return the weights of each rank."""
 
     def save() -> dict[str, torch.Tensor]:
         model = theirs.build(case, 1)

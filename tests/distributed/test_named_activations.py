@@ -134,7 +134,7 @@ def test_named_activation_experts_compute_it_fused_or_not(linear: str) -> None:
 
 @pytest.mark.parametrize("linear", ["reference", "te"])
 def test_named_activation_mlp_computes_it_fused_or_not(linear: str) -> None:
-    """`te` only chooses the fusions here: they are megatron-core's own functions, which run
+    """Choose only the fusions with `te` here: they are megatron-core's own functions, which run
     anywhere.
     """
     assert set(ACTIVATIONS) == set(choices_of("model.activation") or ())
@@ -177,7 +177,7 @@ def test_named_activation_triton_computes_it() -> None:
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "geglu", "geglu_tanh"])
 def test_named_activation_experts_have_no_fused_gelu(kind: str) -> None:
-    """megatron-core's grouped experts refuse it when they run."""
+    """Expect megatron-core's grouped experts to refuse it when they run."""
     model = {
         "activation": kind,
         "add_bias_linear": True,

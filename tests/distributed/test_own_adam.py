@@ -44,7 +44,9 @@ def _losses(steps: int, **keys: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def fp32_main_weights() -> list[float]:
-    """Losses of all steps of torch's Adam on fp32 main weights, moments and gradients."""
+    """Return the losses of all steps of torch's Adam on fp32 main weights, moments and
+    gradients.
+    """
     return _losses(STEPS, **SMALLEST, optim=RATE)
 
 

@@ -29,7 +29,7 @@ FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 1.0}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chats of unlike lengths, some with a single learned token, and a tokenizer."""
+    """Write chats of unlike lengths, some with a single learned token, and a tokenizer."""
     home = tmp_path_factory.mktemp("padding")
     dice = random.Random(5)
     folder_of(home, "chatml")

@@ -102,7 +102,7 @@ LAYOUTS = cases_of("peft")
 
 
 def compared(words: str) -> list[Any]:
-    """Rows of `prove` for a model with these words."""
+    """Return the rows of `prove` for a model with these words."""
     argv = words.split()
     full = load(argv).run
     return [

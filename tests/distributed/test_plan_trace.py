@@ -100,7 +100,7 @@ STATE = ("weights", "gradients", "optimizer")
 def test_plan_trace_moved_bytes_are_within_5_percent(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything at the peak but the state, which hides what is wrong of the rest."""
+    """Compare everything at the peak but the state, which would hide errors in the rest."""
     run = load(DRAWN[name].split(), BIG, {}, to_run=False).run
     for stage in sorted({0, run.parallel.pp - 1}):
         found = traced(run, RankGrid.of(run).rank_of(pp=stage))

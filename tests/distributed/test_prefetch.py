@@ -98,7 +98,7 @@ RUN = (
 
 @pytest.fixture
 def started() -> Iterator[list[Launched]]:
-    """Processes that do not outlive the test."""
+    """Provide a list for processes, which do not outlive the test."""
     launched: list[Launched] = []
     yield launched
     for one in launched:

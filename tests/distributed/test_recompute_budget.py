@@ -47,7 +47,7 @@ def every_way(run: RunConfig) -> list[Way]:
 
 
 def rooms(ways: list[Way]) -> list[float]:
-    """Three budgets between the least and the most that any way needs."""
+    """Return three budgets between the least and the most that any way needs."""
     least = min(one.peak for one in ways)
     return [least + share * (ways[0].peak - least) for share in SHARES]
 

@@ -130,7 +130,7 @@ def _steps(
 
 
 def _same(a: Path, b: Path) -> list[str]:
-    """Keys of tensors that differ in any bit between two checkpoints."""
+    """Return the keys of tensors that differ in any bit between two checkpoints."""
     left = whole_tensors(a)
     right = whole_tensors(b)
     assert left.keys() == right.keys()

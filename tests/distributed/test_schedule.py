@@ -28,7 +28,7 @@ RATE = 1e-3
 
 
 def rates(**optim: Any) -> list[float]:
-    """Rates of the updates 1 to STEPS."""
+    """Return the rates of the updates 1 to STEPS."""
     from mtrain.assembly.optim import build_schedule
 
     run = tiny_run(
@@ -153,7 +153,7 @@ def fitted(
 
 
 def strictly(text: str) -> Any:
-    """JSON by its standard, which knows no NaN."""
+    """Parse standard JSON, which has no NaN."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")

@@ -25,8 +25,8 @@ COEFFICIENT = 0.7
 
 
 def _layer(x: dict[str, Tensor], w: dict[str, Tensor], run: RunConfig) -> tuple[Tensor, Tensor]:
-    """Attention and the indexer's loss as the report of DeepSeek-V3.2 defines them, for one sample
-    [s, ...].
+    """Compute attention and the indexer's loss by the definitions of DeepSeek-V3.2's report, for
+    one sample [s, ...].
     """
     dsa = run.model.dsa
     mla = run.model.mla

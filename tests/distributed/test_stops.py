@@ -22,7 +22,9 @@ step 2 until then.
 
 
 def _run() -> RunConfig:
-    """Five steps of one micro-batch, with an evaluation of two batches after each second one."""
+    """Return a run of five steps of one micro-batch, with an evaluation of two batches after every
+    second one.
+    """
     run = small(ranks=2, tp=2)
     batch = {"train_iters": 5, "eval_iters": 2, "global_batch_size": 2}
     return run.model_copy(

@@ -85,7 +85,7 @@ def test_t5_wrong_gradient_on_one_rank_is_found() -> None:
     ids=["full", "attention", "MLPs"],
 )
 def test_t5_recomputation_is_bitwise(recompute: RecomputeConfig) -> None:
-    """Biases by distance are shared by layers that each go backward by themselves."""
+    """Recompute layers that share biases by distance, although each has a backward of its own."""
     assert trained(run_of(recompute=recompute), STEPS) == trained(run_of(), STEPS)
 
 

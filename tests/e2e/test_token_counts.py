@@ -123,7 +123,9 @@ def test_token_counts_small_split_counts_each_sample_once(
 
 @pytest.mark.full
 def test_token_counts_longer_samples_keep_gradient(tmp_path: Path) -> None:
-    """`eod_mask_loss` and packing leave predictions out, and tokens of the balancing loss stay."""
+    """Mask predictions by `eod_mask_loss` and packing, but keep their tokens in the balancing
+    loss.
+    """
     documents = [
         {"text": "".join(random.Random(i).choices("abc ", k=20 + i % 7))} for i in range(24)
     ]

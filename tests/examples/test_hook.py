@@ -53,13 +53,13 @@ def best(home: Path) -> dict[str, object]:
 
 
 def losses(home: Path) -> dict[int, float]:
-    """Validation losses by step."""
+    """Return the validation losses by step."""
     lines = (home / "runs/run/metrics.jsonl").read_text().splitlines()
     return {r["step"]: r["valid_loss"] for r in map(json.loads, lines) if "valid_loss" in r}
 
 
 def states(home: Path, step: int) -> dict[str, object]:
-    """States of hooks in a checkpoint."""
+    """Return the states of hooks in a checkpoint."""
     manifest = home / f"runs/run/checkpoints/step_{step:08d}/manifest.json"
     found: dict[str, object] = json.loads(manifest.read_text())["state"]["hooks"]
     return found

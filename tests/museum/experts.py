@@ -27,7 +27,7 @@ def router_not_summed() -> None:
 
 
 def experts_divided_by_ep() -> None:
-    """Gradients of experts are divided by the expert-parallel ranks."""
+    """Divide gradients of experts by the expert-parallel ranks."""
     scaled(
         "expert_parallel_bucket_groups", lambda: 1 / ranks().get_expert_model_parallel_world_size()
     )
@@ -63,7 +63,7 @@ def balancing_loss_not_scaled() -> None:
 
 
 def experts_as_dense() -> None:
-    """Experts count as dense weights although they are sharded otherwise."""
+    """Count experts as dense weights although they are sharded differently."""
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -74,7 +74,9 @@ def experts_as_dense() -> None:
 
 
 def router_losses_of_rank() -> None:
-    """Balancing losses weigh the tokens of a rank, as if nothing of megatron-core's were mended."""
+    """Weigh a rank's own tokens in the balancing losses, as megatron-core does without our
+    patches.
+    """
     patching = owner("mtrain.mcore.patches.experts")
     if hasattr(owner(ROUTER).attach_and_log_load_balancing_loss, "__wrapped__"):
         unwrap(ROUTER, "attach_and_log_load_balancing_loss")  # of sequences

@@ -48,7 +48,7 @@ def stage_off_by_one() -> None:
 
 
 def positions_shifted() -> None:
-    """Rotary positions of a rank's part of the sequence are one off."""
+    """Shift the rotary positions of a rank's part of the sequence by one."""
     wrap(
         f"{CORE}models.common.embeddings.rotary_pos_embedding",
         "get_pos_emb_on_this_cp_rank",
@@ -85,7 +85,7 @@ def mask_of_own_positions() -> None:
 
 
 def keys_not_reordered() -> None:
-    """Keys that were gathered stay in the order of ranks, not of the sequence."""
+    """Leave gathered keys in the order of ranks, not of the sequence."""
 
     def gathered(real: Any, self: Any, key: Any, value: Any, positions: torch.Tensor) -> Any:
         return real(self, key, value, torch.arange(positions.numel()).view_as(positions))
@@ -126,7 +126,7 @@ def rows_not_summed() -> None:
 
 
 def other_heads_left_out() -> None:
-    """MLA's shared key positions keep the gradient of a rank's own heads."""
+    """Keep only a rank's own heads in the gradient of MLA's shared key positions."""
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -160,7 +160,7 @@ def gradient_of_stage_scaled() -> None:
 
 
 def rolled_within_rank() -> None:
-    """Labels of multi-token prediction are rolled within a rank's part of the sequence."""
+    """Roll the labels of multi-token prediction within a rank's part of the sequence."""
 
     def roll(
         real: Any, tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **more: Any
@@ -175,7 +175,7 @@ def rolled_within_rank() -> None:
 
 
 def probabilities_of_first_choice() -> None:
-    """Experts on other ranks are weighed as if each were equally probable."""
+    """Weigh experts on other ranks as if each were equally probable."""
 
     def dispatch(real: Any, self: Any, hidden: Any, routing_map: Any, probs: torch.Tensor) -> Any:
         if self.ep_size > 1:
@@ -194,7 +194,7 @@ def probabilities_of_first_choice() -> None:
 
 
 def vocabulary_of_rank() -> None:
-    """Padding of the vocabulary counts in the softmax of the last rank."""
+    """Count the padding of the vocabulary in the softmax of the last rank."""
 
     def loss(real: Any, *args: Any, vocab_size: Any = None, group: Any = None, **more: Any) -> Any:
         return real(*args, vocab_size=vocab_size if group is None else None, group=group, **more)
@@ -203,7 +203,7 @@ def vocabulary_of_rank() -> None:
 
 
 def adapter_not_added() -> None:
-    """Adapters of row-parallel layers do nothing where those are sharded."""
+    """Disable adapters of row-parallel layers that are sharded."""
 
     def spread(real: Any, b: torch.Tensor, one_hot: Any) -> torch.Tensor:
         found = real(b, one_hot)

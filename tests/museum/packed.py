@@ -56,7 +56,7 @@ def _packed_otherwise(change: Callable[[dict[str, torch.Tensor]], None]) -> None
 
 
 def positions_begin_at_1() -> None:
-    """Positions of the data begin at 1."""
+    """Begin the positions of the data at 1."""
     _packed_otherwise(lambda packed: packed.update(position_ids=packed["position_ids"] + 1))
 
 
@@ -71,7 +71,7 @@ def one_boundary_less() -> None:
 
 
 def rotary_positions_go_on() -> None:
-    """Rotary positions go on from document to document."""
+    """Continue rotary positions from document to document."""
     wrap(
         f"{CORE}transformer.attention",
         "apply_rotary_pos_emb",

@@ -16,12 +16,12 @@ SHARDED = f"{CORE}distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 
 
 def step_lost() -> None:
-    """Adam begins to count anew at a resume."""
+    """Restart Adam's step count at a resume."""
     wrap(STATE, "set_step", lambda real, optimizer, step: real(optimizer, 0))
 
 
 def moments_lost() -> None:
-    """Moments are zero after a resume."""
+    """Zero the first moments after a resume."""
 
     def load(real: Any, checkpoint: Any, world: Any, state: Any, **more: Any) -> Any:
         done = real(checkpoint, world, state, **more)
@@ -84,7 +84,7 @@ def weights_of_start() -> None:
 
 
 def stale_gather() -> None:
-    """Weights of other ranks' ranges stay as they were before the update."""
+    """Leave the weights of other ranks' ranges as they were before the update."""
 
     def sync(real: Any, self: Any, *args: Any, **more: Any) -> Any:
         kept = [bucket.param_data.clone() for bucket in self.buckets]

@@ -21,7 +21,7 @@ OVERLAPPED = "parallel.distributed_optimizer=true parallel.overlap_grad_reduce=t
 
 
 def ranks() -> Any:
-    """megatron-core's groups."""
+    """Return megatron-core's groups."""
     return owner(f"{CORE}parallel_state")
 
 
@@ -40,12 +40,12 @@ def wrong_sign() -> None:
 
 
 def norms_not_summed() -> None:
-    """Gradients of norms stay those of a rank's own part of the sequence."""
+    """Leave gradients of norms unsummed over the ranks' parts of the sequence."""
     replace(FINALIZE, "_allreduce_non_tensor_model_parallel_grads", lambda *args, **kwargs: None)
 
 
 def query_norms_not_summed() -> None:
-    """Norms of queries and keys keep the gradient of a rank's own heads."""
+    """Keep only a rank's own heads in the gradient of norms of queries and keys."""
 
     def reduce(real: Any, model: Any, config: Any, *args: Any) -> None:
         kept = config.qk_layernorm
@@ -57,7 +57,7 @@ def query_norms_not_summed() -> None:
 
 
 def tied_not_summed() -> None:
-    """Stages that share an embedding do not add up its gradient."""
+    """Leave the gradient of an embedding unsummed over the stages that share it."""
     replace(FINALIZE, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None)
 
 
@@ -103,14 +103,12 @@ def _tokens(group: Any) -> None:
 
 
 def tokens_of_one_rank() -> None:
-    """Gradients are divided by the tokens of a rank."""
+    """Divide gradients by the tokens of one rank."""
     _tokens(lambda: None)
 
 
 def tokens_without_context() -> None:
-    """Gradients are divided by the tokens of the data-parallel ranks without those of
-    the context.
-    """
+    """Divide gradients by the tokens of the data-parallel ranks without those of the context."""
     _tokens(lambda: ranks().get_data_parallel_group())
 
 
@@ -152,7 +150,7 @@ def reported_loss_of_rank() -> None:
 
 
 def scaled(of: str, factor: Any) -> None:
-    """Buckets of these groups are multiplied by another factor before ranks add them up."""
+    """Multiply buckets of these groups by another factor before ranks sum them."""
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -164,7 +162,7 @@ def scaled(of: str, factor: Any) -> None:
 
 
 def averaged_and_divided() -> None:
-    """Gradients are averaged over data-parallel ranks and divided by all tokens."""
+    """Average gradients over data-parallel ranks, and divide them by all tokens."""
     scaled(
         "bucket_groups",
         lambda: 1 / ranks().get_data_parallel_world_size(with_context_parallel=True),
@@ -172,7 +170,7 @@ def averaged_and_divided() -> None:
 
 
 def context_left_out() -> None:
-    """Gradients are summed over data-parallel ranks, not over those of the context."""
+    """Sum gradients over data-parallel ranks, but not over those of the context."""
 
     def sync(real: Any, self: Any, *args: Any, **more: Any) -> Any:
         kept = [bucket.grad_data.clone() for bucket in self.buckets]
@@ -220,17 +218,19 @@ def _streams(axes: tuple[str, ...]) -> None:
 
 
 def dropout_alike_over_dp() -> None:
-    """Data-parallel ranks draw the same dropout."""
+    """Draw the same dropout on data-parallel ranks."""
     _streams(("pp", "cp", "tp"))
 
 
 def dropout_alike_over_tp() -> None:
-    """Tensor-parallel ranks draw the same dropout for their heads."""
+    """Draw the same dropout for the heads of all tensor-parallel ranks."""
     _streams(("pp", "dp", "cp"))
 
 
 def dropout_of_copies_differs() -> None:
-    """Tensor-parallel ranks draw other dropout for the residual stream that each holds whole."""
+    """Draw different dropout on tensor-parallel ranks for the residual stream that each holds
+    whole.
+    """
 
     def seeded(
         real: Any, seed: int, step: int, name: str, coords: Any, own: tuple[str, ...]
@@ -241,9 +241,7 @@ def dropout_of_copies_differs() -> None:
 
 
 def adapters_drop_features_alike() -> None:
-    """Tensor-parallel ranks draw the same dropout for the features that each has of an adapter's
-    input.
-    """
+    """Draw the same dropout on tensor-parallel ranks for their features of an adapter's input."""
     replace("mtrain.mcore.layers.low_rank:_LowRankRow", "_inputs_differ", lambda self: False)
 
 
@@ -257,7 +255,7 @@ def norm_of_stage() -> None:
 
 
 def norm_counts_copies() -> None:
-    """Weights that every tensor-parallel rank holds count once for each of them in the norm."""
+    """Count weights that every tensor-parallel rank holds once for each of them in the norm."""
     replace(
         f"{CORE}tensor_parallel",
         "param_is_not_tensor_parallel_duplicate",

@@ -103,11 +103,11 @@ class Windows:
         return len(self.windows)
 
     def batch(self, numbers: np.ndarray) -> np.ndarray:
-        """int64 [n, length + 1]."""
+        """Return windows, int64 [n, length + 1]."""
         return self.windows[numbers]
 
     def step(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels [batch, length] of a step."""
+        """Return the tokens and labels [batch, length] of a step."""
         drawn = torch.from_numpy(self.windows[number * BATCH : (number + 1) * BATCH])
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
@@ -243,7 +243,9 @@ def _quantities(made: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def _distances(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Relative errors in the mean square: of the logits, and of all gradients together."""
+    """Return the relative errors in the mean square: of the logits, and of all gradients
+    together.
+    """
 
     def error(names: list[str]) -> float:
         pairs = [(found[name].float(), exact[name].float()) for name in names]
@@ -269,7 +271,7 @@ def _parts(run: Any, world: Any, windows: Windows) -> Any:
 
 
 def _own_tensors(chunk: Any) -> dict[str, Tensor]:
-    """Parameters and the buffers that a checkpoint holds, by name."""
+    """Return the parameters and the buffers that a checkpoint holds, by name."""
     from mtrain.mcore.state.local_params import unwrap
 
     model = unwrap(chunk)
@@ -314,8 +316,8 @@ def _compare_text(
 
 
 def _forward_backward(parts: Any, tokens: Tensor) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Our logits [b, s, vocabulary] for tokens, and loss and gradients of the first step, before
-    clipping.
+    """Return our logits [b, s, vocabulary] for tokens, and loss and gradients of the first step,
+    before clipping.
     """
     from mtrain.train.loop.step import reduce_report, run_schedule
 

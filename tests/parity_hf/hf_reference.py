@@ -68,7 +68,7 @@ def model(config: Any, seed: int) -> Any:
 
 
 def tensors(made: Any) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and the buffers that a checkpoint holds, by name."""
+    """Return the parameters, tied ones once, and the buffers that a checkpoint holds, by name."""
     saved = made.state_dict().keys()
     return dict(made.named_parameters()) | {k: v for k, v in made.named_buffers() if k in saved}
 

@@ -115,8 +115,8 @@ def _loaded(run: Path, layout: str = "single") -> Any:
 
 
 def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
-    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights
-    before and behind them, the first gradient and, on one rank, the logits.
+    """Return the losses and norms of two steps in a layout from imported weights; write to `out`
+    the weights before and after them, the first gradient and, on one rank, the logits.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
@@ -156,8 +156,8 @@ def _batches(run: Path) -> list[dict[str, Tensor]]:
 
 
 def _theirs(kind: str, run: Path) -> dict[str, Any]:
-    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by
-    transformers.
+    """Return the logits, losses, norms, the first gradient, and the weights before and after the
+    steps, by transformers.
     """
     made = _model(kind)
     o = _loaded(run).optim
@@ -197,8 +197,8 @@ def _theirs(kind: str, run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
-    """Our run folder with transformers' weights, and what transformers computes; made once for each
-    class.
+    """Return our run folder with transformers' weights, and the results of transformers; made once
+    for each class.
     """
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
 
@@ -274,7 +274,7 @@ def test_bert_two_steps_equal_transformers(
 
 
 def test_bert_pad_token_ignores_position(sides: Sides) -> None:
-    """transformers' padding_idx: what is compared above has it in its samples."""
+    """Show that the samples of the comparisons above contain transformers' padding_idx."""
     run, _ = sides("BertForPreTraining")
     assert _loaded(run).model.bert.pad_token_id == PAD
     assert (_batches(run)[0]["tokens"] == PAD).any()

@@ -55,7 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(home: Path) -> tuple[Any, Any]:
-    """Their model and tokenizer."""
+    """Return their model and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(home / "hf", attn_implementation="eager").float()

@@ -59,7 +59,7 @@ def saved(name: str, folder: Path, **more: Any) -> Path:
 
 
 def command(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 

@@ -160,7 +160,7 @@ def saved(name: str, folder: Path) -> Path:
 
 
 def convert(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
@@ -178,9 +178,9 @@ def _loaded(run: Path, layout: str = "single", *more: str) -> Any:
 
 
 def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tuple[float, float]]:
-    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights
-    before and behind them, the first gradient and, on one rank, the logits. `flaw` is added to a
-    weight before; `more` are keys of the run.
+    """Return the losses and norms of two steps in a layout from imported weights; write to `out`
+    the weights before and after them, the first gradient and, on one rank, the logits. `flaw` is
+    added to a weight before; `more` are keys of the run.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
@@ -222,8 +222,8 @@ def _batches(run: Path) -> list[dict[str, Tensor]]:
 
 
 def _theirs(name: str, run: Path) -> dict[str, Any]:
-    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by
-    transformers.
+    """Return the logits, losses, norms, the first gradient, and the weights before and after the
+    steps, by transformers.
     """
     made = _model(name)
     found = _loaded(run)
@@ -261,8 +261,8 @@ def _theirs(name: str, run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
-    """Our run folder with transformers' weights, and what transformers computes; made once for each
-    class.
+    """Return our run folder with transformers' weights, and the results of transformers; made once
+    for each class.
     """
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
 

@@ -131,7 +131,7 @@ def configuration(values: dict[str, Any]) -> Any:
 
 
 def their_model(values: dict[str, Any], seed: int = 0) -> Any:
-    """transformers' model, with weights that no part of it leaves without an effect."""
+    """Return transformers' model, with weights such that every part has an effect."""
     from transformers import LlavaForConditionalGeneration
 
     made = LlavaForConditionalGeneration._from_config(
@@ -166,7 +166,9 @@ def run_of(values: dict[str, Any]) -> Any:
 
 
 def drawn_batch(run: Any, case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [2, 40] with image tokens at places of their own, images, labels and their mask."""
+    """Return tokens [2, 40] with image tokens at places of their own, images, labels and their
+    mask.
+    """
     own = run.model.llava
     draw = torch.Generator().manual_seed(seed)
     length = 40
@@ -384,7 +386,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def command(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
@@ -418,8 +420,8 @@ def test_llava_export_is_read_by_transformers(naming: str, tmp_path: Path) -> No
 def test_llava_mutated_tower_table_is_found(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tensors of the same shape taken for each other: what is imported computes something else
-    of an image.
+    """Swap two tensors of the same shape: the imported model then computes other numbers for an
+    image.
     """
     from mtrain.models.llava import hf
 

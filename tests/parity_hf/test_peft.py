@@ -46,7 +46,7 @@ TOLERANCE = 1e-4
 
 
 def adapters(chunk: Any, value: Any) -> dict[str, Any]:
-    """`value` of each tensor of each adapter of a chunk, by the name of the weight."""
+    """Return `value` of each tensor of each adapter of a chunk, by the name of the weight."""
     from mtrain.mcore.layers.merging import Whole, names_beside
 
     own = compare._own_tensors(chunk)
@@ -82,7 +82,7 @@ def with_peft(made: Any, given: Any, options: dict[str, Any]) -> Any:
 
 
 def named(model: Any, value: Any) -> dict[str, Tensor]:
-    """`value` of what `peft` trains, by the names that it saves them under."""
+    """Return `value` of the tensors that `peft` trains, by the names under which it saves them."""
     return {
         name.replace(".default", "").replace(
             "lora_magnitude_vector.weight", "lora_magnitude_vector"

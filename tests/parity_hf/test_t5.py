@@ -249,7 +249,7 @@ def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
 
 
 def command(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 

@@ -152,7 +152,9 @@ def test_admitted_kernels_cpu_results_admit_nothing() -> None:
 
 
 def test_admitted_kernels_record_equals_committed_results() -> None:
-    """`python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` makes it."""
+    """Compare with the output of `python -m mtrain_kernels.admitted
+    benchmarks/results/gpu/*/summary.json`.
+    """
     files = sorted(RESULTS.glob("*/summary.json"))
     assert files, f"{RESULTS} has no results"
     made = admitted.gathered((json.loads(path.read_text()) for path in files), ops())

@@ -108,7 +108,9 @@ class _Numbered:
 
 
 def test_bert_foreign_half_comes_from_same_epoch() -> None:
-    """Other epochs are cut elsewhere: a sample of one may hold what follows in another."""
+    """Take both halves from one epoch: other epochs are cut elsewhere, so a sample of one may hold
+    the continuation of another.
+    """
     run = compose(["model=bert_tiny", "data=mock", f"data.seq_length={LENGTH}"]).run
     run = run.model_copy(
         update={

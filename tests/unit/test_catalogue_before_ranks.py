@@ -26,7 +26,7 @@ BEFORE_RANKS: dict[int, list[Row]] = {}
 
 
 def row(number: int) -> Callable[[Row], Row]:
-    """Registers what raises for a number of the catalogue."""
+    """Register a function that raises for a number of the catalogue."""
 
     def keep(function: Row) -> Row:
         BEFORE_RANKS.setdefault(number, []).append(function)
@@ -158,7 +158,7 @@ def _a_folder_that_holds_a_run(home: Path) -> None:
 
 @row(87)
 def _kernels_in_the_order_of_their_launch(home: Path) -> None:
-    """megatron-core's environment variable is set by us, so that nobody can forget it."""
+    """Set megatron-core's environment variable, so that nobody can forget it."""
     run = resolve(tiny(cluster__device="cuda", cluster__devices_per_node=2, parallel__tp=2), LAPTOP)
     assert environment(run, Place(2), {})["CUDA_DEVICE_MAX_CONNECTIONS"].value == "1"
 

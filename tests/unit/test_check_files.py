@@ -41,7 +41,7 @@ ODD_MODELS: tuple[dict[str, Any], ...] = (
 
 
 def corpus(prefix: Path, documents: int = 40, largest: int = 4000) -> Path:
-    """Documents of 100 tokens."""
+    """Write documents of 100 tokens."""
     tokens = np.random.default_rng(0).integers(0, largest, 100 * documents).astype(np.uint16)
     tokens[:4] = largest - 1
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:

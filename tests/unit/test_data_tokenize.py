@@ -418,7 +418,7 @@ PROSE = (
 
 @pytest.fixture
 def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Data of Punkt for a language that nobody speaks, where nltk finds it."""
+    """Put data of Punkt for an invented language where nltk finds it."""
     module = pytest.importorskip("nltk.tokenize.punkt")
     data = pytest.importorskip("nltk.data")
     from nltk.tabdata import TabEncoder

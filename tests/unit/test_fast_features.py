@@ -219,7 +219,7 @@ def test_fast_features_whole_word_token_falls_back_with_note(tmp_path: Path) -> 
 
 
 def drawn(count: int, first: int) -> Iterator[tuple[int, Body]]:
-    """Tokenizers with features at random, of which many are not allowed."""
+    """Yield tokenizers with features at random, of which many are not allowed."""
     for seed in range(first, first + count):
         draw = random.Random(seed)
         kind = draw.choice(["bytes", "llama"])

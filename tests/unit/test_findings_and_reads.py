@@ -97,7 +97,9 @@ def test_findings_fix_trials_walk_a_folder_once(
 
 @pytest.mark.parametrize("files", [0, MAX_ENTRIES])
 def test_findings_folder_walk_is_bounded(tmp_path: Path, files: int) -> None:
-    """Links that lead back, and more entries than are looked at: what was not seen is a warning."""
+    """Bound the walk over links that lead back and over too many entries: unread entries are a
+    warning.
+    """
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/back").symlink_to(tmp_path)
     for number in range(files):

@@ -113,8 +113,8 @@ def test_processes_stop_reaches_starting_rank(tmp_path: Path) -> None:
 
 
 def _stopped_in(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Has a function ask this process to stop, twice, before it returns; tells whether it was
-    called.
+    """Make a function request a stop of this process, twice, before it returns; return a function
+    that tells whether it was called.
     """
     real = getattr(owner, name)
     called: list[bool] = []

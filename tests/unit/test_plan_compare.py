@@ -24,7 +24,9 @@ PLAN: dict[str, Any] = planned(RUN) or {}
 
 
 def lines(share: float) -> list[dict[str, Any]]:
-    """Steps that take so much of what was planned, after three that take ten times as long."""
+    """Return steps that take so much of the planned time, after three that take ten times as
+    long.
+    """
     keys = ("step_s", "forward_backward_s", "optimizer_s")
     slow, usual = ({key: PLAN[key] * times for key in keys} for times in (10 * share, share))
     return [{"step": n + 1, **(slow if n < 3 else usual)} for n in range(12)]

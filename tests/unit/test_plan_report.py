@@ -59,8 +59,8 @@ NO_STAGES = {"t5"}
     "name", some(sorted(set(MODELS)), ["gpt2", "deepseek_v2_lite", "t5_small"])
 )
 def test_plan_report_rank_weights_add_up_to_model(name: str) -> None:
-    """Whole and cut in two, by tensor and by pipeline, with the tables that two stages
-    share once.
+    """Add up the weights of a whole model and of one cut in two, by tensor and by pipeline,
+    counting tables that two stages share once.
     """
     on = ON
     if name.startswith("llava"):  # an image and text
@@ -85,7 +85,7 @@ def test_plan_report_rank_weights_add_up_to_model(name: str) -> None:
     "model=deepseek_v2_lite parallel=ep4 parallel.distributed_optimizer=false",
 ])  # fmt: skip
 def test_plan_report_rank_bytes_add_up_to_state(words: str) -> None:
-    """But for the padding of buffers."""
+    """Ignore the padding of buffers."""
     run = run_of(f"{words} {ON}")
     stages = stage_memories(run)
     each = sum(s.parts["weights"] + s.parts["gradients"] + s.parts["optimizer"] for s in stages)

@@ -37,7 +37,7 @@ def update_of(words: str) -> float:
 
 
 def muon_of(words: str, own: str = "") -> float:
-    """Seconds that muon, with keys of its own, takes more than adamw."""
+    """Return the seconds that muon, with keys of its own, takes more than adamw."""
     return update_of(f"{words} optim=muon {own}") - update_of(words)
 
 
@@ -86,7 +86,7 @@ def test_plan_time_steps_and_format_decide() -> None:
 
 
 def soap_of(words: str, own: str = "") -> float:
-    """Seconds that soap, with keys of its own, takes more than adamw."""
+    """Return the seconds that soap, with keys of its own, takes more than adamw."""
     return update_of(f"{words} optim=soap {own}") - update_of(words)
 
 

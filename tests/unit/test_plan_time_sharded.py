@@ -65,8 +65,8 @@ def test_plan_time_fsdp_sends_less_than_experts_at_many_tokens() -> None:
 
 
 def test_plan_time_fsdp_holds_experts_of_two_layers() -> None:
-    """Weights of a layer and the next, gradients of one in bf16, and in fp32 while they are
-    reduced; 0.9% below the trace of four layers of it.
+    """Count the weights of a layer and the next, gradients of one in bf16, and in fp32 while they
+    are reduced; 0.9% below the trace of four layers of it.
     """
     memory = worst_stage(run_of(f"{FSDP} parallel.recompute.granularity=full"))
     layer = 128 * 3 * 4096 * 1536

@@ -83,8 +83,8 @@ def _expected(chosen: tuple[str, str], recipe: Path | None, command: bool) -> tu
 @pytest.mark.full
 @pytest.mark.parametrize("kind", some(KINDS, ["both"]))
 def test_precedence_higher_layer_wins_and_is_named(kind: str, conf: Path, tmp_path: Path) -> None:
-    """Lowest first: schema, what a group file stands on, the file itself, a recipe's values, the
-    command line's.
+    """Set the key in each layer, lowest first: schema, the base of a group file, the file itself, a
+    recipe's values, the command line's.
 
     Which group file that is, the command line says before a recipe, and a recipe before
     `config.yaml`. A choice on the command line takes the place of all that a recipe says of its

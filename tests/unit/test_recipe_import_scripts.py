@@ -228,7 +228,7 @@ def test_import_script_sourced_script_comes_first(tmp_path: Path) -> None:
 
 
 def test_import_script_samples_count_along_ramp() -> None:
-    """100 samples in steps of 4, as many in steps of 8 and of 12, and 16 each after that."""
+    """Count 100 samples in steps of 4, as many in steps of 8 and of 12, and 16 each after that."""
     model = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
         " --vocab-size 300"

@@ -76,7 +76,9 @@ CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data
 
 @cache
 def literals_of(file: Path) -> tuple[tuple[str, bool], ...]:
-    """Codes in a file, and whether each of them is declared there: the first argument of `Code`."""
+    """Return the codes in a file, and whether each of them is declared there: the first argument of
+    `Code`.
+    """
     return tuple(_literals(tree_of(file))) if re.search(r'"MT\d{3}"', text_of(file)) else ()
 
 
@@ -112,7 +114,7 @@ def _is_code(value: object) -> bool:
 
 @cache
 def in_source() -> tuple[list[str], set[str]]:
-    """Codes that are declared, each as often as it is, and codes that are raised."""
+    """Return the codes that are declared, each as often as it is, and codes that are raised."""
     found = [pair for file in SOURCE.rglob("*.py") for pair in literals_of(file)]
     declared = [*outside_rules(), *(code for code, declared in found if declared)]
     return declared, {code for code, declared in found if not declared}
