@@ -254,8 +254,8 @@ def _timed(
 
 
 def _counted(step: Callable[[], Any], layers: list[Any]) -> dict[str, Any]:
-    """Launch of a layer and of the whole step: of kernels on a GPU, of dispatched operations on a
-    CPU.
+    """Count the launches of a layer and of the whole step: kernels on a GPU, dispatched operations
+    on a CPU.
     """
     marks, total = (
         _launches(step, layers) if device_here().type == "cuda" else _operations(step, layers)

@@ -26,7 +26,7 @@ While After Before Between Again Both Behind Beside Nothing None No Neither Each
 Everything The A An All Another One Two Three Four Five Several Some Same Other Our
 Their Written Asked Always Else Since But And Or Not
 Attention Device First Forward Gradient Last Loss Output Row Self-attention Softmax
-Tensor Token Value Weight
+Maximum Tensor Token Value Weight
 """
 """Words with which no docstring of a function begins: none of them is a verb."""
 CLASS_OPENINGS = """

@@ -81,7 +81,7 @@ def _columns(
 
 @triton.jit
 def _finite(x):
-    """Maxima that are subtracted; infinite ones are not."""
+    """Return the maxima to subtract; 0 for infinite ones."""
     return tl.where(tl.abs(x) == float("inf"), 0.0, x)
 
 

@@ -44,7 +44,7 @@ class TensorShard:
 
     @property
     def weight(self) -> str:
-        """Name of the weight that it is, or that it is state of."""
+        """Return the name of the weight that it is, or whose state it is."""
         return self.key.rpartition("/")[2]
 
 

@@ -47,7 +47,7 @@ class Passed:
 
     @property
     def module(self) -> str:
-        """Name of the module."""
+        """Return the name of the module."""
         return self.key.partition(" ")[0]
 
 
