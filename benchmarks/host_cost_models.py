@@ -58,7 +58,7 @@ class Kind:
     pattern: str = ""
     """Letters of `model.hybrid.pattern` that repeat; "" for layers that are all alike."""
     megatron: str | None = None
-    """Why plain megatron-core cannot train them here; None if it can."""
+    """Reason why plain megatron-core cannot train them here; None if it can."""
 
     @property
     def period(self) -> int:

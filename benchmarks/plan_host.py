@@ -88,7 +88,7 @@ BF16_LINEAR = (1.0, 2.0)
 """A product; two products, of which one adds to the gradient."""
 NOISE = 0.04
 SMALL_NOISE = 0.2
-"""Of runs of tiny models, with other runs at the same time."""
+"""Noise of runs of tiny models, with other runs at the same time."""
 MIXTRAL = (104.0, 34.0)
 """Milliseconds of a step of a tiny Mixtral and a tiny Llama, in the same minutes (2026-11-26)."""
 

@@ -212,7 +212,7 @@ def prior(theta: Theta) -> list[float]:
 NOISE = 0.06
 """Relative spread of published repetitions of one configuration."""
 STEP = 0.01
-"""Of a logarithm, for a derivative."""
+"""Step in a logarithm, for a derivative."""
 LINEAR_STEPS = 5
 
 

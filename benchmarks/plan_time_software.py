@@ -24,13 +24,13 @@ class Software:
     fused_routing: bool = True
     """The router, and the permutation of tokens, are one kernel each."""
     gradient_bytes: int | None = None
-    """Of an element of a gradient that data-parallel ranks send; None: as the row says."""
+    """Bytes of an element of a gradient that data-parallel ranks send; None: as in the row."""
     flushed_batch: int | None = None
     """Samples of a data-parallel rank after which the pipeline is empty; None: those of a step."""
     gathers_once: bool = False
-    """In pipelines, weights sharded by FSDP stay whole for a step."""
+    """True if weights sharded by FSDP stay whole for a step, in pipelines."""
     source: str = ""
-    """Where that is stated."""
+    """Source of these facts."""
 
 
 BRIDGE = "scripts/performance of Megatron-Bridge per release, in data/bridge_recipes.csv"

@@ -1,4 +1,4 @@
-"""What holds for every test process: tests fork from it, and a pool of threads does not survive a
+"""Settings of every test process: tests fork from it, and a pool of threads does not survive a
 fork.
 """
 
@@ -6,7 +6,7 @@ import os
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Threads that wait for each other cost several times what these small tensors do, the more so
-# beside another worker.
+# with another worker.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from tests.support import patience

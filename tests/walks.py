@@ -32,7 +32,7 @@ TRAINED = ("Pretrain on your own text", "Fine-tune a Hugging Face folder on chat
 """Walks with the small choices."""
 LIMIT_S = 120.0
 LINES = 25
-"""Of what a failed command printed, so many are shown."""
+"""Number of lines shown of a failed command's output."""
 MODEL = {
     "hidden_size": 32,
     "intermediate_size": 48,

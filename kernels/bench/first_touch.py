@@ -109,7 +109,7 @@ class Driven:
     results: Results
     walk: Walk
     end: float
-    """On the monotonic clock."""
+    """Deadline on the monotonic clock."""
     budget_s: float
     begun: float = field(default_factory=time.monotonic)
 

@@ -67,7 +67,7 @@ class Marks:
 
 @contextmanager
 def marked(layers: list[Any], mark: Marks) -> Iterator[None]:
-    """Inside, `mark` is called where each layer begins and ends, forward and backward."""
+    """Call `mark` at the begin and end of each layer inside, forward and backward."""
 
     def enter(layer: int, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         stream = _first(given) if given else _first(tuple(named.values()))
@@ -108,8 +108,8 @@ def _first(values: Any) -> Any:
 
 
 def by_layer(marks: list[tuple[str, int, float, int]]) -> dict[str, dict[str, float]]:
-    """Medians over layers and micro-batches of what lies between begin and end: microseconds and
-    launches.
+    """Return medians over layers and micro-batches of the microseconds and launches between begin
+    and end.
     """
     spans: dict[str, list[tuple[float, int]]] = {"forward": [], "backward": []}
     begun: dict[tuple[str, int], tuple[float, int]] = {}
@@ -254,8 +254,8 @@ def _timed(
 
 
 def _counted(step: Callable[[], Any], layers: list[Any]) -> dict[str, Any]:
-    """Launch of a layer and of the whole step: of kernels on a GPU, of dispatched operations on a
-    CPU.
+    """Count the launches of a layer and of the whole step: kernels on a GPU, dispatched operations
+    on a CPU.
     """
     marks, total = (
         _launches(step, layers) if device_here().type == "cuda" else _operations(step, layers)

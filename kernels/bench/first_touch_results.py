@@ -55,7 +55,7 @@ STAGES = (
     Stage("ops", 1.0, 1800, 240),
     Stage("autotune", 1.0, 900, 240),
 )
-"""In the order of their worth: what is broken comes before what is slow."""
+"""Stages in the order of their value: finding failures comes before finding slowness."""
 BY_NAME = {stage.name: stage for stage in STAGES}
 
 
@@ -109,7 +109,7 @@ class Results:
         return found
 
     def done(self, stage: str) -> set[str]:
-        """Units of a stage that need not be done again."""
+        """Return the units of a stage that need not be done again."""
         return {unit for unit, line in self.ends(stage).items() if not line.get("late")}
 
     def planned(self, stage: str) -> list[str] | None:

@@ -331,7 +331,7 @@ def _last_step(home: Path) -> int:
 
 
 def _figures(home: Path) -> dict[str, Any]:
-    """Losses, the median step behind the first third, and memory of the newest run."""
+    """Return losses, the median step behind the first third, and memory of the newest run."""
     run = newest_run(home)
     rows = rows_of(run) if run else []
     if run is None or not rows:

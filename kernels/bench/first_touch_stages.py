@@ -20,8 +20,8 @@ Units = dict[str, Callable[[], Any]]
 
 
 def environment(walk: Walk, folder: Path) -> Units:
-    """Device, driver, memory, versions, commit; of the machine before any run, so that every figure
-    has its place.
+    """Record device, driver, memory, versions and commit of the machine before any run, so that
+    every figure has its place.
     """
 
     def facts() -> dict[str, Any]:

@@ -48,7 +48,7 @@ CASES = (
     f"1b:bf16:{GRAPH}=local",
     "8b:bf16:kernels.linear=reference,kernels.gradient_accumulation_fusion=false",
 )
-"""What is compared with the goals comes first; a graph that cannot be captured may end a device."""
+"""Cases, those with a goal first; a graph that cannot be captured may end a device."""
 
 
 def steps(walk: Walk, folder: Path) -> Units:

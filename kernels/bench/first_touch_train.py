@@ -36,7 +36,7 @@ GAPS = 10
 
 
 def train(walk: Walk, folder: Path) -> Units:
-    """`launch.py` at the widths of 1B and 8B models, by number format: tokens a second, peak
+    """Run `launch.py` at the widths of 1B and 8B models, by number format: tokens a second, peak
     memory, losses.
 
     What is compared with the goals comes first; TransformerEngine's layers come last.
@@ -268,7 +268,7 @@ def _gaps(run: Path) -> dict[str, Any]:
 
 
 def gaps_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Busy share, longest gaps and longest kernels of a torch.profiler trace; times in
+    """Return busy share, longest gaps and longest kernels of a torch.profiler trace; times in
     microseconds.
 
     Of kernels and copies on a GPU; without them, of what the host computed.

@@ -76,7 +76,7 @@ def sections(folder: Path, summary: Summary) -> dict[tuple[str, str], str]:
 
 
 def _place(folder: Path, summary: Summary) -> str:
-    """Device, date, commit, versions, and where the results lie."""
+    """Return device, date, commit, versions, and the path of the results."""
     versions = {
         name: version for name, version in summary["versions"].items() if version != "not installed"
     }

@@ -246,7 +246,9 @@ def _compared(
 
 
 def _values_and_gradients(call: Callable[[], Any], inputs: dict[str, Any]) -> list[Tensor]:
-    """Outputs, and gradients of the inputs that want them, in one direction for all contenders."""
+    """Return the outputs, and gradients of the inputs that need them, in one direction for all
+    contenders.
+    """
     outputs = _tensors(call())
     wanted = [
         given for given in inputs.values() if isinstance(given, Tensor) and given.requires_grad

@@ -166,7 +166,7 @@ def _tools() -> Path:
 
 
 def _work(kernel: Any, arch: int) -> tuple[dict[int, int], int, int]:
-    """Widths of accesses, issue cycles and memory cycles of a tile of a compiled kernel."""
+    """Return widths of accesses, issue cycles and memory cycles of a tile of a compiled kernel."""
     found = sass.read(
         kernel.asm["cubin"], kernel.asm["ttgir"], kernel.metadata.num_warps, arch, _tools()
     )
@@ -174,8 +174,8 @@ def _work(kernel: Any, arch: int) -> tuple[dict[int, int], int, int]:
 
 
 def _resources(kernel: Any) -> tuple[int, int, int]:
-    """Registers, shared bytes and spilled bytes (stack and local memory) of a compiled kernel, from
-    its binary.
+    """Return registers, shared bytes and spilled bytes (stack and local memory) of a compiled
+    kernel, from its binary.
     """
     tool = _tools() / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -213,8 +213,8 @@ def compile_all(
     processes: int = 2,
     once: bool = False,
 ) -> tuple[list[Row], list[str]]:
-    """Compiles ops (all) at models (each op's `aot_models`) for every arch, in processes: rows and
-    faults.
+    """Compile ops (all) at models (each op's `aot_models`) for every arch, in processes; return
+    rows and faults.
 
     With `once`, the first variant of each kernel.
     """
@@ -254,7 +254,7 @@ def table(rows: list[Row]) -> str:
 
 
 def accesses(row: Row) -> str:
-    """Bits a lane and how many accesses have them, as `128 x 4, 16 x 1`."""
+    """Return bits per lane and the number of accesses with them, as `128 x 4, 16 x 1`."""
     return ", ".join(
         f"{bits} x {count}"
         for bits, count in sorted(row.accesses.items(), key=lambda i: -int(i[0]))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 _READ_BY_GRAPHS: list[Tensor] = []
-"""What CUDA graphs copy from and read each time that they run; no signal tells when the last one is
-gone.
+"""Sources that CUDA graphs copy from or read at every replay; they are kept because no signal tells
+when the last graph is gone.
 """
 
 

@@ -28,7 +28,7 @@ class _Known(NamedTuple):
 
     kernel: Any
     constants: tuple[Any, ...]
-    """What follows the arguments of the launch in the kernel's signature."""
+    """Constants that follow the arguments of the launch in the kernel's signature."""
 
 
 class Kernel(JITFunction[Any]):

@@ -41,7 +41,9 @@ def _amounts(case: Case) -> list[str]:
 
 
 def _both(case: Case, model: Model, show: Callable[[Cost], str]) -> str:
-    """Forward and backward, if the model has such an op and the op has gradients."""
+    """Return the costs of forward and backward, if the model has such an op and the op has
+    gradients.
+    """
     if not case.applies(model):
         return ""
     costs = [case.forward(model), *([case.backward(model)] if case.backward is not None else [])]

@@ -88,8 +88,8 @@ def faster(rounds: int = 5) -> tuple[Library, float]:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gradient: WeightGradient | None = None
 ) -> Tensor:
-    """`x weight^T + bias` with gradients; `x` [..., k], `weight` [n, k], `bias` [n], the result
-    [..., n].
+    """Compute `x weight^T + bias` with gradients; `x` [..., k], `weight` [n, k], `bias` [n], the
+    result [..., n].
 
     `gradient(weight, dy, x)` of `dy` [t, n] and `x` [t, k] makes what autograd gets as the weight's
     gradient; None: `weight_gradient`.
@@ -133,7 +133,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor | None = None, *, plain: bool
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """`dy^T x` [n, k] of `dy` [t, n] and `x` [t, k]."""
+    """Return `dy^T x` [n, k] of `dy` [t, n] and `x` [t, k]."""
     return product(dy.t(), x.t())
 
 

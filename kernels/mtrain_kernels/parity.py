@@ -276,7 +276,7 @@ def mutated(module: str, old: str, new: str) -> Iterator[None]:
 
 @contextmanager
 def caught(module: str, old: str, new: str) -> Iterator[None]:
-    """Fails unless the body raises `AssertionError` while `module` is `mutated`: parity must see a
+    """Fail unless the body raises `AssertionError` while `module` is `mutated`: parity must see a
     seeded bug.
     """
     seen = False

@@ -34,7 +34,7 @@ class Implementation:
     obstacle: Callable[[torch.device], str | None]
 
     def available(self, device: torch.device) -> str | None:
-        """None if usable on `device`, else the reason why it is not."""
+        """Return None if usable on `device`, else the reason why it is not."""
         return self.obstacle(device)
 
 
@@ -207,7 +207,7 @@ def pick(
 
 
 _chosen: set[tuple[str, str, str]] = set()
-"""What `auto` has chosen for ops on devices."""
+"""Choices of `auto` for ops on devices."""
 
 
 def choose(

@@ -39,8 +39,8 @@ if HAS_TRITON:
 
     @triton.jit
     def cast(x, dtype: tl.constexpr):
-        """fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate
-        to bfloat16.
+        """Return fp32 `x` rounded to nearest even in `dtype`; the interpreter would truncate to
+        bfloat16.
         """
         if INTERPRETED and dtype == tl.bfloat16:
             bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
@@ -53,8 +53,8 @@ if HAS_TRITON:
 
     @triton.jit
     def rounded(x, dtype: tl.constexpr):
-        """fp32 `x` as `dtype` has it, in fp32; in pairs for bfloat16: a single one takes the slow
-        unit on sm_90.
+        """Return fp32 `x` as `dtype` has it, in fp32; in pairs for bfloat16: a single one takes the
+        slow unit on sm_90.
         """
         if not INTERPRETED and dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(
@@ -64,8 +64,8 @@ if HAS_TRITON:
 
     @triton.jit
     def exp2(x):
-        """2^x of fp32, right to 2 ulp; on a GPU 0 below 2^-126, which saves what keeps subnormal
-        numbers apart.
+        """Return 2^x of fp32, right to 2 ulp; on a GPU 0 below 2^-126, which saves the handling of
+        subnormal numbers.
         """
         if INTERPRETED:
             return tl.exp2(x)
@@ -75,8 +75,8 @@ if HAS_TRITON:
 
     @triton.jit
     def reciprocal(x):
-        """1 / x of fp32, right to 1 ulp; on a GPU 0 where it would be below 2^-126, and a subnormal
-        x counts as 0.
+        """Return 1 / x of fp32, right to 1 ulp; on a GPU 0 where it would be below 2^-126, and a
+        subnormal x counts as 0.
 
         Nobody gives it one: sigmoids and caps ask for that of 1 + e^x, `quotient` for that of at
         least 2^-125. A division would ask of each number whether it is too small.
@@ -89,8 +89,8 @@ if HAS_TRITON:
 
     @triton.jit
     def quotient(x, y):
-        """x / y of fp32, right to the last bit where y is at least 2^-121 and the result of 2^-126
-        to 2^126.
+        """Return x / y of fp32, right to the last bit where y is at least 2^-121 and the result of
+        2^-126 to 2^126.
 
         That is the compiler's own `div_rn` without its question whether numbers are too small or
         large for it; the sixteenth of both keeps the reciprocal of a large y normal.
@@ -107,13 +107,13 @@ if HAS_TRITON:
 
     @triton.jit
     def sigmoid(x):
-        """1 / (1 + e^-x) of fp32; below -87, where it is less than 2^-126, it may be 0."""
+        """Return 1 / (1 + e^-x) of fp32; below -87, where it is less than 2^-126, it may be 0."""
         return reciprocal(1.0 + exp2(x * -1.4426950408889634))
 
     @triton.jit
     def dot(a, b, total, EXACT: tl.constexpr):
-        """`total + a b` in fp32; the interpreter's product of bfloat16 is wrong, so it
-        gets fp32.
+        """Return `total + a b` in fp32; the interpreter's product of bfloat16 is wrong, so it gets
+        fp32.
         """
         if INTERPRETED:
             return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
@@ -123,7 +123,7 @@ if HAS_TRITON:
 
     @triton.jit
     def to_bf16(x):
-        """fp32 `x` rounded to nearest even in bfloat16."""
+        """Return fp32 `x` rounded to nearest even in bfloat16."""
         return cast(x, tl.bfloat16)
 
 
@@ -201,7 +201,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[None]:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """`a / b` rounded up."""
+    """Return `a / b` rounded up."""
     return -(-a // b)
 
 
@@ -211,15 +211,15 @@ def power_of_two(n: int) -> int:
 
 
 def as_rows(x: Tensor, width: int) -> Tensor:
-    """`x` [..., width] as [rows, width] with unit stride along the row; copies only where no view
-    does it.
+    """Return `x` [..., width] as [rows, width] with unit stride along the row; copies only where no
+    view does it.
     """
     rows = x.reshape(-1, width) if x.numel() else x.new_empty((x.numel() // max(width, 1), width))
     return rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
 
 
 def tile(width: int, elements: int = 4096, per_warp: int = 1024) -> tuple[int, int, int]:
-    """Rows, columns and warps of a tile of whole rows of `width`: about `elements` of them,
+    """Return rows, columns and warps of a tile of whole rows of `width`: about `elements` of them,
     `per_warp` to a warp.
     """
     columns = power_of_two(width)

@@ -162,7 +162,7 @@ def _named(line: str) -> int:
 
 
 def _bits(name: str) -> int:
-    """Bits a lane of an access of global memory, 0 for anything else."""
+    """Return the bits per lane of an access of global memory, 0 for anything else."""
     return _width(name) if ACCESS.match(name) else 0
 
 
@@ -173,7 +173,7 @@ def _width(name: str) -> int:
 
 
 def _issue(body: list[tuple[str, str]], warps: int) -> int:
-    """Cycles of the busiest unit for one tile of `warps` warps."""
+    """Return the cycles of the busiest unit for one tile of `warps` warps."""
     busy = dict.fromkeys(LANES, 0.0)
     for name, _ in body:
         busy["issue"] += 1

@@ -30,7 +30,7 @@ from mtrain_kernels.runtime import triton_obstacle
 log = logging.getLogger(__name__)
 
 Seconds = Callable[[Callable[[], object]], float]
-"""How long a call takes."""
+"""Timer: a function that returns the seconds of a call."""
 
 
 class Variant(Protocol):
@@ -165,7 +165,7 @@ def measure_loss(
 def _attention_calls(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen
 ) -> dict[str, Callable[[], object]]:
-    """Forward, and backward under the name of each of its passes."""
+    """Return the forward, and the backward under the name of each of its passes."""
     from mtrain_kernels.attention import backward_triton, triton
 
     scale = q.shape[-1] ** -0.5

@@ -1,5 +1,5 @@
-"""Without a GPU the kernels run in Triton's interpreter, and are compiled for GPUs in a process
-beside the tests.
+"""Fixtures of the kernels' tests: without a GPU they run in Triton's interpreter, and are compiled
+for GPUs in a separate process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ PACKAGES = HERE.parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compilation is asked for last; of each product of sizes, formats and ways, every pair is
-    tested.
-    """
+    """Test the compilation last; of each product of sizes, formats and ways, test every pair."""
     items.sort(key=lambda item: item.path.name == "test_aot.py")
     for item in items:
         # a comparison of paths takes seconds for all the tests of the repository
@@ -39,22 +37,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Starts the compilation early, unless many workers would each start it."""
+    """Start the compilation early, unless many workers would each start it."""
     alone = not hasattr(session.config, "workerinput") and not session.config.option.collectonly
     if alone and (words := _wanted(session)):
         session.config.stash[COMPILATION] = _compile(words)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """A session that ends early takes the compilation along."""
+    """End the compilation with a session that ends early."""
     if COMPILATION in config.stash:
         config.stash[COMPILATION].terminate()
 
 
 @pytest.fixture(scope="session")
 def compilation(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Rows and faults of every kernel, compiled for the generations that are tested, in a process
-    beside this one.
+    """Return rows and faults of every kernel, compiled in a separate process for the generations
+    that are tested.
     """
     stash = request.config.stash
     process = stash[COMPILATION] if COMPILATION in stash else _compile(_wanted(request.session))
@@ -65,8 +63,8 @@ def compilation(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def _wanted(session: pytest.Session) -> list[str]:
-    """The generations of GPUs that the tests ask for, as words for `aot`; once where no test asks
-    for variants.
+    """Return the generations of GPUs that the tests need, as words for `aot`; with `--once` if no
+    test needs variants.
     """
     asking = (item for item in session.items if "compilation" in getattr(item, "fixturenames", ()))
     asked = [item.callspec.params for item in asking if isinstance(item, pytest.Function)]

@@ -26,7 +26,7 @@ from mtrain_kernels.registry import ops
 def test_aot_every_kernel_compiles_without_spilling(
     compilation: dict[str, Any], arch: int, variants: bool
 ) -> None:
-    """Where not all `variants` of a kernel are asked for, the first of each."""
+    """Compile the first variant of each kernel, or all of them with `variants`."""
     rows = [row for row in (Row(**row) for row in compilation["rows"]) if row.arch == arch]
     print(table(rows))
     assert compilation["faults"] == []
@@ -77,7 +77,9 @@ def test_aot_regressions_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_aot_recorded_kernels_do_not_spill() -> None:
-    """And what streams reads no 16 bits a lane: 5% of the bytes are scalars of a row or a tile."""
+    """Expect no spills, and no streams that read 16 bits per lane: 5% of the bytes are scalars of a
+    row or a tile.
+    """
     record = json.loads(compiled.RECORD.read_text())
     shown = (
         compiled.README.read_text().partition(compiled.MARKS[0])[2].partition(compiled.MARKS[1])[0]
@@ -137,7 +139,7 @@ def test_aot_tile_is_its_loop_over_memory() -> None:
 
 
 def test_aot_occupancy_follows_lanes() -> None:
-    """Cycles of 100 instructions of 4 warps: 100 to issue them, and more where a unit has fewer
+    """Count cycles of 100 instructions of 4 warps: 100 to issue them, and more if a unit has fewer
     lanes.
     """
     for name, cycles in (

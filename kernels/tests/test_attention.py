@@ -89,7 +89,7 @@ def definition(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Scores written out, who sees whom in a loop over pairs."""
+    """Compute unfused scores, with a loop over pairs for visibility."""
     s = q.shape[2]
     owner = [
         0 if cu_seqlens is None else sum(i >= edge for edge in cu_seqlens.tolist())
@@ -264,7 +264,7 @@ def stand_in(
     enable_gqa=False,
     **options,
 ):
-    """An attention over packed rows with the signature of the libraries', from the definition."""
+    """Attend by the definition over packed rows, with the signature of the libraries."""
     assert max(cu_q.diff()) <= max_q
     assert max(cu_k.diff()) <= max_k
     assert v.shape[-1] == q.shape[-1]

@@ -17,7 +17,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 def _by_hand(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sink: Tensor | None = None
 ) -> Tensor:
-    """One softmax per batch, head and query, over the keys it sees."""
+    """Compute one softmax per batch, head and query, over the keys it attends to."""
     q = q.double()
     k = k.double()
     v = v.double()
@@ -46,9 +46,7 @@ def _inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _naive_visible(s: int, t: int, causal: bool, window: tuple[int, int]) -> Tensor:
-    """Written as the sentence: key j is seen unless it is ahead, too far behind or too
-    far ahead.
-    """
+    """Follow the sentence: key j is seen unless it is ahead, too far behind or too far ahead."""
     seen = torch.zeros(s, t, dtype=torch.bool)
     for i in range(s):
         for j in range(t):

@@ -113,8 +113,8 @@ def test_roundings_of_fused_kernels_stay_within_limits(name: str, loud: float) -
 
 
 def test_roundings_of_torch_kernel_stay_within_limits() -> None:
-    """On a CPU in blocks of 32 queries, between which it rounds gradients of keys: one block alone
-    is fused.
+    """Run torch's kernel on a CPU in blocks of 32 queries, between which it rounds gradients of
+    keys: a single block is fused.
     """
     found = inputs("causal")
     short = {
@@ -124,7 +124,9 @@ def test_roundings_of_torch_kernel_stay_within_limits() -> None:
 
 
 def test_roundings_whole_tensor_tolerance_is_no_bound() -> None:
-    """Rows that see few keys have gradients, and errors, many times those of the others."""
+    """Show rows that attend to few keys: their gradients, and errors, are many times those of the
+    others.
+    """
     with pytest.raises(AssertionError, match="gradient of q"):
         parity.check(fused, definition, inputs("causal", 16.0), tolerance=3e-2)
 

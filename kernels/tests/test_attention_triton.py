@@ -31,7 +31,7 @@ SMALL = {"forward": Tile(16, 16, 4, 1), "queries": Tile(16, 16, 4, 1), "keys": T
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small that a short sequence has tiles which are seen whole, in part and not at all."""
+    """Make tiles so small that a short sequence has fully, partly and never visible ones."""
     for pass_, width in tiles.TABLES:
         monkeypatch.setitem(tiles.TABLES, (pass_, width), (SMALL[pass_],))
     for pass_, tile in SMALL.items():
@@ -46,7 +46,9 @@ def inputs(
     batch: int = 1,
     groups: int = 1,
 ) -> dict[str, Any]:
-    """Two query heads for each of keys, an odd length, and what the features say."""
+    """Return inputs with two query heads for each key head, an odd length, and the named
+    features.
+    """
     torch.manual_seed(0)
     heads = 2 * groups
     shapes = {
@@ -115,7 +117,7 @@ def test_attention_triton_lengths_around_a_tile(s: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("window", [(-1, -1), (3, 5), (0, 0), (-1, 4)])
 def test_attention_triton_windows_to_both_sides(window: tuple[int, int]) -> None:
-    """With a sink, since a query that sees one key alone has a gradient of 0."""
+    """Add a sink, since a query that sees only one key has a gradient of 0."""
     parity.check(ours, definition, inputs(("sink",)) | {"causal": False, "window": window})
 
 
@@ -136,8 +138,8 @@ def written_out(
     window: tuple[int, int],
     edges: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition of a part: `partial_attention` through a mask of positions, in the dtype of
-    its inputs.
+    """Define a part: `partial_attention` through a mask of positions, in the dtype of its
+    inputs.
     """
     owners = [
         None if edges is None else torch.searchsorted(edges.long(), at, right=True)
@@ -215,7 +217,7 @@ def test_attention_triton_seeded_bug_is_found(
 
 
 def test_attention_triton_hidden_tiles_are_skipped() -> None:
-    """Not-a-number in keys and values that nobody sees does not show, not even as zero times it."""
+    """Put not-a-number into hidden keys and values: it must not show, not even as zero times it."""
     found = inputs(("packed", "window"))
     with torch.no_grad():
         clean = ours(**found)

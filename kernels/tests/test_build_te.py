@@ -24,7 +24,7 @@ RELEASES = ("2.8.0", "2.9.0", "2.11.0", "2.12.0", "2.20.2", "2.21.0")
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The program as a module."""
+    """Return the program as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "kernels" / "bench"))
     import build_te
 
@@ -33,7 +33,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """A folder with packages of one release: 0, 1, 2 and more parts of 100 bytes each."""
+    """Return a folder with packages of one release: 0, 1, 2 and more parts of 100 bytes each."""
     folder = tmp_path / "packages"
     folder.mkdir()
     for i, name in enumerate((*NAMES, SOURCE, "wheel-0.45-py3-none-any.whl")):
@@ -107,8 +107,8 @@ def test_build_te_unbuilt_wheel_is_named(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The commands of the build run in their order, and what the last one needs of an earlier one
-    is looked for.
+    """Run the commands of the build in their order; the last one requires the output of an earlier
+    one.
     """
     ran = []
 
@@ -155,7 +155,8 @@ def test_build_te_newest_is_taken_where_accepted() -> None:
 
 
 def test_build_te_refused_by_megatron_is_not_admitted() -> None:
-    """megatron-core 0.16.1 names a range in an extra; 0.19.2 names TransformerEngine without one.
+    """Compare with megatron-core: 0.16.1 names a range in an extra; 0.19.2 names TransformerEngine
+    without one.
 
     `constraints.txt` says which release of megatron-core comes with a Python, and so which Pythons
     have this one.

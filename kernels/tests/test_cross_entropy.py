@@ -76,8 +76,8 @@ def test_cross_entropy_leading_dimensions_are_kept():
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_cross_entropy_large_logits_have_a_loss(impl):
-    """As far below as above: an exponential of the distance from zero would overflow, or times 0 be
-    no number.
+    """Test logits as far below zero as above: an exponential of the distance from zero would
+    overflow, or give NaN times 0.
     """
     given = inputs(2, 9000, torch.float32)
     with torch.no_grad():

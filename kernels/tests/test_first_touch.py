@@ -20,7 +20,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 @pytest.fixture
 def touch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The program as a module."""
+    """Return the program as a module."""
     monkeypatch.syspath_prepend(str(BENCH))
     import first_touch
 
@@ -28,7 +28,7 @@ def touch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def walk(folder: Path, *words: str) -> tuple[int, str]:
-    """Exit code and output of a dry run."""
+    """Return the exit code and output of a dry run."""
     command = [
         sys.executable,
         str(BENCH / "first_touch.py"),
@@ -44,7 +44,7 @@ def walk(folder: Path, *words: str) -> tuple[int, str]:
 
 
 def ends(folder: Path) -> dict[str, dict[str, Any]]:
-    """The last line of each unit."""
+    """Return the last line of each unit."""
     lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     return {f"{line['stage']} {line['unit']}": line for line in lines}
 

@@ -1,5 +1,5 @@
-"""What every op computes in half precision: the exact numbers, rounded at the end, however many
-rows there are.
+"""Results of every op in half precision: the exact numbers, rounded at the end, however many rows
+there are.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Case(NamedTuple):
 def _of(
     op: Any, reference: Any, name: str, shapes: dict[str, tuple[int, ...]], **more: Any
 ) -> Case:
-    """A case of a function that op and reference have under one name; `options` go to both."""
+    """Return a case of a function that op and reference have under one name; `options` go to
+    both.
+    """
     options = more.pop("options", {})
     fixed = more.pop("fixed", {})
 

@@ -166,7 +166,9 @@ def test_gated_delta_rule_backward_keeps_inputs_only() -> None:
 
 
 def test_gated_delta_rule_single_input_gradient_is_equal() -> None:
-    """A query reaches no state: what its gradient is made of must not be asked of the state."""
+    """Differentiate by the query only, which reaches no state: its gradient must not need the
+    state's.
+    """
     found = inputs("all of it")
     names = [name for name, x in found.items() if isinstance(x, Tensor) and x.requires_grad]
     outputs = op.gated_delta_rule(**found)
@@ -231,9 +233,7 @@ def test_gated_delta_rule_named_runs_or_states_reason() -> None:
     half = found["v"].half()
     assert "edges" in (op._call_obstacle(half, found["segments"]) or "")
     assert op._call_obstacle(half[:1], found["segments"][:1]) is None
-    assert "float32" in (op._call_obstacle(found["v"][:1], None) or ""), (
-        "fla asserts that it is none"
-    )
+    assert "float32" in (op._call_obstacle(found["v"][:1], None) or ""), "fla asserts another dtype"
 
 
 def test_gated_delta_rule_unfit_is_refused() -> None:

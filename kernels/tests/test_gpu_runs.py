@@ -33,7 +33,7 @@ with (run / "metrics.jsonl").open("w") as file:
         file.flush()
 if "--stay" in sys.argv:
     time.sleep(10_000)
-print("trained", name, os.environ.get("RANK", "alone"))
+print("trained", name, os.environ.get("RANK", "without RANK"))
 sys.exit(int(os.environ.get("ENDS_WITH", "0")))
 """
 
@@ -132,7 +132,7 @@ def test_gpu_runs_conditions_are_evaluated(runs: ModuleType, program: str, tmp_p
         ({"file": "*/memory.json"}, "no file"),
         ({"says": "stalled"}, "does not say"),
         ({"silent": "train.d"}, "it says 'trained'"),
-        ({"says": "trains.py"}, "does not say"),  # a word of the command is none of its output
+        ({"says": "trains.py"}, "does not say"),  # a word of the command is not part of its output
         ({"exit": 5}, "ended with 0, not 5"),
     ):
         with pytest.raises(RuntimeError, match=found):
@@ -144,7 +144,7 @@ def test_gpu_runs_exit_code_comes_with_last_line(
 ) -> None:
     ends = {**command(program, [2.0], exit=3), "environment": {"ENDS_WITH": "3"}}
     assert tried(runs, tmp_path, ends)["last_step"] == 1
-    with pytest.raises(RuntimeError, match="ended with 3, not 0: trained run alone"):
+    with pytest.raises(RuntimeError, match="ended with 3, not 0: trained run without RANK"):
         tried(runs, tmp_path, {**ends, "hold": {}})
 
 
@@ -198,7 +198,7 @@ def test_gpu_runs_stopped_run_ends_by_itself(
 def test_gpu_runs_earlier_leftovers_are_ignored(
     runs: ModuleType, program: str, tmp_path: Path
 ) -> None:
-    """A call that was cut off, or `--again`, leaves a run that has all steps already."""
+    """Ignore the complete run of an earlier call that was cut off, or repeated with `--again`."""
     tried(runs, tmp_path, command(program, [3.0, 2.0], last_step=2))
     ends_at_once = {"program": program, "argv": ["{home}"], "hold": {"exit": 1, "last_step": 2}}
     with pytest.raises(RuntimeError, match="the last step is None, not 2"):
@@ -353,7 +353,7 @@ def test_gpu_runs_functions_list_own_time_by_module(runs: ModuleType) -> None:
 
 
 def noted(folder: Path) -> Any:
-    """Results of a call on a card, by hand."""
+    """Return the results of a call on a card, by hand."""
     from first_touch_results import Results
 
     results = Results(folder)
@@ -445,8 +445,8 @@ def test_gpu_runs_summary_compares_plan_and_goal(made: Path) -> None:
 
 
 def test_gpu_runs_memory_is_compared_with_its_plan_part(runs: ModuleType, tmp_path: Path) -> None:
-    """The driver's figure has the context of the device, and the allocator's has what it holds
-    beside tensors.
+    """Compare the driver's figure with the context of the device, and the allocator's with its
+    reserve on top of tensors.
     """
     from first_touch_results import Walk
     from first_touch_summary import planned_of

@@ -28,7 +28,7 @@ def inputs(
     dtype: torch.dtype = torch.float32,
     rest: int = 0,
 ) -> dict[str, Any]:
-    """`sizes` are n and k; `rest` rows lie behind the last group."""
+    """Return inputs; `sizes` are n and k, and `rest` rows follow the last group."""
     torch.manual_seed(0)
     shapes = {
         "x": (sum(counts) + rest, sizes[1]),
@@ -47,7 +47,7 @@ def compare(found: dict[str, Any], impl: str = "triton") -> None:
 
 @contextmanager
 def small_tiles() -> Iterator[None]:
-    """Tiles of 16 by 16, so that few rows are many tiles; kernels are made anew with them."""
+    """Use tiles of 16 by 16, so that few rows are many tiles; kernels are made anew with them."""
     with (
         parity.mutated(TILES, *SMALL_TILES),
         parity.mutated(KERNELS, "CLEARED = 4096", "CLEARED = 16"),

@@ -21,7 +21,9 @@ SIZES = 32, 48  # n and k
 
 @pytest.fixture(autouse=True)
 def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Small tiles, all by descriptors; the answer says of each descriptor that it was made."""
+    """Use small tiles, all by descriptors; return a list with an entry for each descriptor that was
+    made.
+    """
     made: list[bool] = []
     described = tiles.Tile.described
 

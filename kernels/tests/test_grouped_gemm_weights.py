@@ -29,7 +29,7 @@ COUNTS = [[5], [3, 0, 2], [0, 0], [40, 1, 17, 0], [0, 30, 9]]
 def inputs(
     counts: list[int], sizes: tuple[int, int], dtype: torch.dtype = torch.float32, rest: int = 3
 ) -> dict[str, Any]:
-    """`sizes` are n and k; `rest` rows lie behind the last group."""
+    """Return inputs; `sizes` are n and k, and `rest` rows follow the last group."""
     torch.manual_seed(0)
     shapes = {"x": (sum(counts) + rest, sizes[1]), "weight": (len(counts), *sizes)}
     found: dict[str, Any] = {
@@ -39,8 +39,8 @@ def inputs(
 
 
 def apart(found: dict[str, Any], even: bool) -> dict[str, Any]:
-    """The same with a weight for each group, from the last to the first in memory, or without one
-    step to all.
+    """Return the same with a weight for each group, from the last to the first in memory, or at
+    uneven distances.
     """
     weights = found.pop("weight").detach()
     groups, n, k = weights.shape
@@ -56,7 +56,7 @@ def apart(found: dict[str, Any], even: bool) -> dict[str, Any]:
 
 
 def listing(function: Callable[..., Tensor], **more: Any) -> Callable[..., Tensor]:
-    """A function of a list of weights as one of w0, w1 and so on, which parity can
+    """Return a function of a list of weights as one of w0, w1 and so on, which parity can
     differentiate.
     """
 

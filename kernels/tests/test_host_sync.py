@@ -78,7 +78,7 @@ class _Raises(TorchDispatchMode):
 
 @contextmanager
 def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Raises where host code would wait; kernels are not run, what launches them is."""
+    """Raise if host code would wait; kernels do not run, but the code that launches them does."""
     from triton.runtime import interpreter
 
     with monkeypatch.context() as patch, _Raises():
@@ -245,8 +245,8 @@ def optimizers() -> Iterator[Any]:
 
 
 PATHS = (losses, operands, linear_layers, experts, sequences, optimizers)
-"""What training calls beside the cases that are measured: other arguments, gradients added to
-buffers, optimizers.
+"""Calls of training other than the measured cases: other arguments, gradients added to buffers,
+optimizers.
 """
 
 
@@ -266,8 +266,8 @@ def test_host_sync_no_training_path_waits(
 
 
 def test_host_sync_soap_bases_wait_when_made_and_turned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decomposition of what is not finite raises on the host, and how many vectors are found is
-    its number.
+    """Expect the host to wait: a decomposition raises there on non-finite input, and the host needs
+    the number of vectors.
     """
     matrix = torch.nn.Parameter(leaf(8, 4, dtype=torch.float32))
     for done, frequency in ((0, 10), (10, 10)):

@@ -65,8 +65,8 @@ def _is_readable(path: Path) -> None:
 
 
 def test_house_package_stands_alone() -> None:
-    """Rivals are imported only where they are called, so that nobody needs them; mtrain only by
-    the benchmark.
+    """Import rivals only where they are called, so that nobody needs them; mtrain only in the
+    benchmark.
     """
     for path in FILES:
         _stands_alone(path)
@@ -88,7 +88,9 @@ def _stands_alone(path: Path) -> None:
 
 
 def test_house_triton_is_imported_only_by_kernels() -> None:
-    """Without Triton every op must still import, and run through its definition."""
+    """Require imports of Triton only in kernels: without it every op must still import, and run
+    through its definition.
+    """
     for path in FILES:
         if path.parent.name == "bench" or path.stem.endswith("triton") or path.stem == "runtime":
             continue

@@ -136,7 +136,7 @@ def test_linear_cross_entropy_padding_equals_torch():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_linear_cross_entropy_hundreds_of_chunks_are_as_exact(dtype):
     given = inputs(1024, 16, 24, dtype)
-    given["hidden"] = given["hidden"].detach() + 1  # what the parts add is not small beside the sum
+    given["hidden"] = given["hidden"].detach() + 1  # parts are not small next to the sum
     given["token_weights"] = torch.ones(1024)
 
     def gradient(function: Any, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Logits and their statistics from one kernel, classes with weights, and what is told apart of a
+"""Logits and their statistics from one kernel, classes with weights, and the separate parts of a
 loss.
 """
 
@@ -24,7 +24,9 @@ MODULE = "mtrain_kernels.linear_cross_entropy.triton"
 
 @contextmanager
 def by_one_kernel() -> Iterator[None]:
-    """Whether logits are kept or not; a tile so small that some tokens and columns have several."""
+    """Use tiles so small that some tokens and columns have several, whether logits are kept or
+    not.
+    """
     before = tiles.way_for
     tiles.way_for = lambda *_: SMALL
     try:
@@ -34,7 +36,7 @@ def by_one_kernel() -> Iterator[None]:
 
 
 def classes(vocab: int) -> Tensor:
-    """Weights of classes, one of them 0."""
+    """Return weights of classes, one of them 0."""
     found = torch.rand(vocab, generator=torch.Generator().manual_seed(4))
     found[3] = 0
     return found
@@ -78,7 +80,9 @@ def test_linear_cross_entropy_class_weights_equal_definition(impl, terms):
 @pytest.mark.sampled
 @pytest.mark.parametrize("first", [20, 0, 40])
 def test_linear_cross_entropy_column_statistics_know_all_labels(first: int) -> None:
-    """Labels of another rank lie in no column of the last tile, which is not full."""
+    """Compare labels of another rank, which lie in no column of the last tile, which is not
+    full.
+    """
     from mtrain_kernels.linear_cross_entropy import triton
 
     given = inputs(60, 8, 20, torch.float32, weighted=False)
@@ -117,8 +121,8 @@ def test_linear_cross_entropy_class_weights_equal_torch() -> None:
 @pytest.mark.parametrize("way", ["reference", "two passes", "one kernel"])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_linear_cross_entropy_first_largest_logit_wins(way: str, gradients: bool) -> None:
-    """Ties in every part of the columns; padding has no part in it, and a cap makes
-    nothing equal.
+    """Test ties in every part of the columns; padding takes no part in them, and a cap makes no
+    logits equal.
     """
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randint(-2, 3, (24, 4), generator=generator).float()

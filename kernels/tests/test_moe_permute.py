@@ -29,7 +29,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def impls(tokens: int, k: int, experts: int) -> Tensor:
-    """Different experts for each token, some of them dropped; expert 1 gets nothing."""
+    """Return different experts for each token, some of them dropped; expert 1 gets nothing."""
     torch.manual_seed(0)
     chosen = torch.rand(tokens, experts, device=DEVICE)
     chosen[:, 1] = -1
@@ -41,7 +41,7 @@ def impls(tokens: int, k: int, experts: int) -> Tensor:
 def by_hand(
     indices: Tensor, experts: int, capacity: int | None = None, pad_to: int = 1
 ) -> tuple[list[int], list[int]]:
-    """Which copy each row holds, and how many rows each expert has, from lists."""
+    """Return the copy that each row holds, and the number of rows of each expert, from lists."""
     flat = indices.flatten().tolist()
     source = []
     counts = []

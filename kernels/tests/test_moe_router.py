@@ -57,9 +57,7 @@ def compare(found: dict[str, Any], **options: Any) -> None:
 
 
 def by_hand(found: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
-    """Written as the sentence, one token after another, by sorting pairs of value and index in
-    fp64.
-    """
+    """Follow the sentence, one token after another, by sorting pairs of value and index in fp64."""
     k = found["topk"]
     score = found.get("score", "softmax")
     bias = found.get("expert_bias")
@@ -124,7 +122,7 @@ def test_moe_router_equals_definition_with_gradients(way: str) -> None:
 @pytest.mark.parametrize("way", ["softmax", "softmax before", "bias", "groups"])
 def test_moe_router_half_logits_score_in_fp32(way: str, dtype: torch.dtype) -> None:
     # Compared with the definition at the same precision: equals, which half logits have, must not
-    # be told apart.
+    # be distinguished.
     compare(inputs(33, 20, way, dtype), upcast=False)
 
 

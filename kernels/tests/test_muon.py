@@ -1,4 +1,6 @@
-"""Muon: orthogonal updates of matrices, three of a fused one, and AdamW beside them."""
+"""Muon: orthogonal updates of matrices, three of a fused one, and AdamW for the other
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def moved(
     matrix: Tensor, kind: str = "whole", gradient: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """What one step of rate 1 adds to a matrix."""
+    """Return the update of a matrix in one step of rate 1."""
     param = nn.Parameter(matrix.clone())
     param.grad = drawn(*matrix.shape, seed=1) if gradient is None else gradient
     Muon([{"params": [param], "matrix": kind}], 1.0, impl="reference", **(EXACT | options)).step()

@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @triton.jit
 def place_kernel(out_ptr, first, SIZE: tl.constexpr):
-    """Rows and columns of SIZE tiles."""
+    """Write the rows and columns of SIZE tiles."""
     at = tl.arange(0, SIZE)
     row, column = _lower(first + at)
     tl.store(out_ptr + at, row)
@@ -94,7 +94,9 @@ def test_newton_schulz_empty_product_is_empty(shape: tuple[int, int, int]) -> No
 
 
 def test_newton_schulz_tiles_are_numbered_uniquely() -> None:
-    """As many as the largest matrices have, where the root of a number is rounded in fp32."""
+    """Number as many tiles as the largest matrices have, for which the root of a number is rounded
+    in fp32.
+    """
     for edge in (0, 3, 45, 181, 2047):
         first = max(edge * (edge + 1) // 2 - 4, 0)
         out = torch.empty(2, 8, dtype=torch.int32, device=DEVICE)

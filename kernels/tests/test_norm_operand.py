@@ -31,8 +31,8 @@ SHAPES = [(1, 40), (3, 2, 136), (131, 300), (0, 16)]
 def inputs(
     shape: tuple[int, ...], full: bool, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """Of a norm: `full` is LayerNorm of a sum, with a bias and a weight around zero, else it is
-    RMSNorm.
+    """Return inputs of a norm: `full` is LayerNorm of a sum, with a bias and a weight around zero,
+    otherwise RMSNorm.
     """
     torch.manual_seed(0)
 
@@ -49,7 +49,7 @@ def inputs(
 
 
 def plain(given: dict[str, Any], impl: str = "triton") -> tuple[Tensor, Tensor | None]:
-    """What the norm alone gives, and its sum."""
+    """Return the result of the norm by itself, and its sum."""
     options = {"zero_centered": given["zero_centered"], "impl": impl}
     if not given["subtract_mean"]:
         return op.rms_norm(given["x"], given["weight"], given["eps"], **options), None
@@ -97,8 +97,8 @@ for root in re.findall(r"= math.sqrt .* : ([^ ]*)", kernel.asm["ttgir"]):
 
 @pytest.mark.full
 def test_norm_operand_written_and_quantised_share_divisor() -> None:
-    """A tensor a compiler may make once for each layout, in another order of sums: on a card the
-    bytes differed.
+    """Compute the divisor once: a compiler may compute a tensor once for each layout, with another
+    order of sums; on a card the bytes differed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -141,7 +141,7 @@ def test_norm_operand_scale_is_whole_or_given(full: bool) -> None:
 
 
 def through(given: dict[str, Any], recipe: Recipe, prepared: bool) -> list[Tensor]:
-    """Value and gradients of a norm and a linear layer behind it, and of the sum."""
+    """Return value and gradients of a norm and the linear layer after it, and of the sum."""
     leaves = [t for t in given.values() if isinstance(t, Tensor)]
     torch.manual_seed(1)
     weight = (

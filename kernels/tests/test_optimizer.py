@@ -61,7 +61,7 @@ def step(lists: Lists, hyper: Hyper, impl: str, **options: Any) -> Lists:
 
 
 def assert_same(found: Lists, wanted: Lists) -> None:
-    """Equal to the last bits of fp32; what is kept in fewer bits is equal but where that tips a
+    """Assert equality to the last bits of fp32; states in fewer bits are equal unless that tips a
     rounding.
     """
     if found.masters and found.masters[0].dtype == torch.int16:
@@ -373,8 +373,8 @@ def test_optimizer_split_masters_train_equally():
 @pytest.mark.sampled
 @pytest.mark.parametrize("options", STORED.values(), ids=STORED)
 def test_optimizer_states_pass_through_fp32(options):
-    """What a sharded checkpoint does: every state by name out in fp32, and into an optimizer that
-    has none yet.
+    """Do as a sharded checkpoint does: save every state by name in fp32, and load it into an
+    optimizer that has none yet.
     """
     dtype = torch.float32 if not options else torch.bfloat16
     attribute = "decoupled_grad" if options.get("use_decoupled_grad") else "grad"

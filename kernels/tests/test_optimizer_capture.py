@@ -29,7 +29,7 @@ def test_optimizer_capture_step_and_rate_may_lie_on_device(impl):
 
 
 def test_optimizer_capture_follows_step_and_rate(monkeypatch):
-    """While a graph is captured the host counts nothing; `advance` before a replay does."""
+    """Count nothing on the host while a graph is captured; `advance` does before a replay."""
 
     def train(capturable: bool) -> tuple[Tensor, Any]:
         p = torch.nn.Parameter(torch.ones(64))

@@ -21,7 +21,9 @@ SHAPES = [(3, 40), (130, 140), (0, 16), (5, 0)]
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers over many magnitudes, with zeros, infinities and not-a-numbers strewn in."""
+    """Return normal numbers over many magnitudes, with zeros, infinities and not-a-numbers
+    interspersed.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(
         -12, 6, (rows, columns), generator=generator
@@ -132,8 +134,8 @@ def test_quantize_swiglu_epilogue_is_bitwise(options):
 
 
 def assert_nearly_same(found: Any, wanted: Any) -> None:
-    """The same but for few elements, where another order of summation tips a rounding
-    by one step.
+    """Assert equality, except for a few elements that another order of summation rounds to a
+    neighbour.
     """
     for a, b in zip(found, wanted, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)

@@ -17,7 +17,9 @@ from mtrain_kernels.optimizer import triton
 
 
 class _Exact:
-    """What they ask of Triton's language, on numbers: sums of products that are rounded once."""
+    """Functions of Triton's language that quotients use, on numbers: sums of products that are
+    rounded once.
+    """
 
     @staticmethod
     def fma(a: Any, b: Any, c: Any) -> Any:
@@ -29,7 +31,7 @@ class _Exact:
 
 
 def _nearest(x: Fraction) -> Any:
-    """fp32, ties to even."""
+    """Return the nearest fp32, ties to even."""
     near = np.float32(float(x))
     around = sorted((np.nextafter(near, np.float32(side)), near) for side in (-np.inf, np.inf))
     every = {value for pair in around for value in pair}
@@ -56,7 +58,7 @@ def test_quotients_round_once_for_constant_divisor(corrected: bool) -> None:
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("ulps", [-1, 0, 1])
 def test_quotients_scale_rounds_once_for_any_reciprocal(ulps: int, corrected: bool) -> None:
-    """`GREATEST / amax`, with the GPU's reciprocal, which is right to one last bit."""
+    """Divide `GREATEST / amax` with the GPU's reciprocal, which is right to one last bit."""
 
     def reciprocal(y: Any) -> Any:
         exact = np.float32(1 / float(y))
@@ -76,7 +78,7 @@ def test_quotients_scale_rounds_once_for_any_reciprocal(ulps: int, corrected: bo
 
 @pytest.mark.parametrize(("least", "right"), [(-121, True), (-124, False)])
 def test_quotients_avoid_subnormal_reciprocals(least: int, right: bool) -> None:
-    """On a GPU that counts as 0: a scale would be infinite.
+    """Avoid reciprocals that a GPU flushes to 0, with which a scale would be infinite.
 
     The least divisor of a scale is 2^-119.
     """
@@ -102,7 +104,7 @@ def test_quotients_avoid_subnormal_reciprocals(least: int, right: bool) -> None:
 
 
 class _Finite(_Exact):
-    """As `_Exact`; what is infinite stays so."""
+    """Variant of `_Exact` in which infinity stays infinite."""
 
     @staticmethod
     def fma(a: Any, b: Any, c: Any) -> Any:

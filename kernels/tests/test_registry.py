@@ -1,4 +1,4 @@
-"""Who is chosen and why, and that what the README says of the ops is true."""
+"""Choices of implementations and their reasons, and the README's claims about the ops."""
 
 from __future__ import annotations
 

@@ -163,7 +163,9 @@ def test_rope_packed_unfit_is_refused() -> None:
 
 @pytest.mark.parametrize("turning", [2, 64, 128, 256])
 def test_rope_packed_tile_counts_unrotated_part(turning: int) -> None:
-    """Else a head of 256 of which a quarter turns needs four times the registers that there are."""
+    """Count the unrotated part: otherwise a head of 256 of which a quarter is rotated needs four
+    times the available registers.
+    """
     from mtrain_kernels.rope import packed_triton, triton
 
     for most in (triton.ELEMENTS, triton.BACKWARD_ELEMENTS):

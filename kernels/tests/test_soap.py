@@ -1,4 +1,4 @@
-"""SOAP: the paper's steps in fp64, sides without a basis, and AdamW beside matrices."""
+"""SOAP: the paper's steps in fp64, sides without a basis, and AdamW for other parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ EVERY = 3
 
 
 def gradients(rows: int, columns: int, steps: int = STEPS) -> list[Tensor]:
-    """Of a spectrum whose directions are far apart, so that eigenvectors are too: fp64."""
+    """Return gradients of a spectrum whose directions are far apart, so that eigenvectors are too:
+    fp64.
+    """
     draw = torch.Generator().manual_seed(rows + columns)
 
     def noise(*shape: int) -> Tensor:
@@ -36,8 +38,8 @@ def gradients(rows: int, columns: int, steps: int = STEPS) -> list[Tensor]:
 def plain(
     weight: Tensor, grads: list[Tensor], sides: tuple[bool, bool] = (True, True)
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 3 of arXiv 2409.11321 in fp64, and its second moment: the first step makes the
-    bases alone.
+    """Run algorithm 3 of arXiv 2409.11321 in fp64, and return its second moment, too: the first
+    step only makes the bases.
     """
     w = weight.double()
     m = torch.zeros_like(weight.double())
@@ -149,8 +151,8 @@ def test_soap_zero_gradient_begins_with_identity_basis() -> None:
 
 
 def test_soap_unresolved_fp32_keeps_basis() -> None:
-    """Two gradients that differ in their last digits, of few directions: a step behind them is the
-    same.
+    """Take two gradients of few directions that differ in their last digits: the step after them is
+    the same.
     """
     few = gradients(8, 8, 1)[0][:, :3] @ gradients(8, 8, 1)[0][:3]
     noise = gradients(8, 8, 2)

@@ -51,7 +51,7 @@ class Related:
     path: str
     value: object
     source: str
-    """Who set it; empty where that is unknown."""
+    """Origin of the key's value; empty if unknown."""
 
     def render(self) -> str:
         """Return the key as `parallel.pp=4 (command line)`."""
@@ -72,9 +72,9 @@ class Problem:
     detail: str
     """The numbers of this configuration, or the cause where the code's words do not have it."""
     fix: str
-    """What to write instead; for an override in the form `key=value`."""
+    """Correction; for an override in the form `key=value`."""
     source: str = ""
-    """Who set the key: `conf/model/llama3_8b.yaml:7`, `command line`, `default`."""
+    """Origin of the key's value: `conf/model/llama3_8b.yaml:7`, `command line`, `default`."""
     severity: Severity = "error"
     related: tuple[Related, ...] = ()
     """The other keys of the rule."""
@@ -233,7 +233,7 @@ class MtrainError(Exception):
 
     exit_code = 1
     shared = False
-    """Whether every rank raises it, so that only one rank per machine prints it."""
+    """True if every rank raises the error, so that only one rank per machine prints it."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(map(visible, lines)))

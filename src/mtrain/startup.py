@@ -36,7 +36,9 @@ class Startup:
     """The parts of a start: each ends where the next one begins."""
 
     def __init__(self, begun: float, ends: list[tuple[str, float]] | None = None) -> None:
-        """`begun` and the ends of parts are readings of the monotonic clock, in seconds."""
+        """Record the start; `begun` and the ends of parts are readings of the monotonic clock, in
+        seconds.
+        """
         self.begun = begun
         self.ends = [] if ends is None else ends
 

@@ -26,9 +26,7 @@ KNOW_TORCH = (
 
 
 def imported_at_once(path: Path) -> Iterator[str]:
-    """Modules that a file imports when it is imported, with those that are for type checkers left
-    out.
-    """
+    """Yield the modules that a file imports on load, without those for type checkers."""
     for node in tree_of(path).body:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)

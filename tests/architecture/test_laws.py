@@ -106,7 +106,7 @@ def modules() -> list[Path]:
 
 @cache
 def imports(path: Path) -> list[tuple[str, int]]:
-    """Every module that a file imports, with the line."""
+    """Return every module that a file imports, with the line."""
     found: list[tuple[str, int]] = []
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -127,15 +127,17 @@ def dotted(node: ast.AST) -> str:
 
 
 def name_of(path: Path) -> str:
-    """`mtrain.config.compose.yaml_reader` of its file; a package has the name of its folder."""
+    """Return `mtrain.config.compose.yaml_reader` of its file; a package has the name of its
+    folder.
+    """
     return ".".join(("mtrain", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
         ".__init__"
     )
 
 
 def inside_functions(path: Path) -> set[int]:
-    """The lines of a specification that run when it builds, and not when it is imported; of other
-    files none.
+    """Return the lines of a specification that run when it builds, not when it is imported; none
+    for other files.
     """
     if not str(path.relative_to(SOURCE)).startswith(SPECIFICATIONS):
         return set()
@@ -149,7 +151,7 @@ def package_of(module: str) -> str | None:
 
 
 def layer_of(module: str) -> int:
-    """The layer of a module, or of a name in one; -1: of `mtrain` itself."""
+    """Return the layer of a module, or of a name in one; -1: of `mtrain` itself."""
     package = package_of(module)
     if package is None or package == "__version__":
         return -1
@@ -157,7 +159,9 @@ def layer_of(module: str) -> int:
 
 
 def home(module: str) -> str:
-    """The package that a module belongs to: that of its folder, or of its kind in a family."""
+    """Return the package that a module belongs to: that of its folder, or of its kind in a
+    family.
+    """
     folded = (package for place, package in FOLDED.items() if place.match(module))
     return next(folded, package_of(module) or "")
 
@@ -201,7 +205,7 @@ def test_law_family_builders_stand_above_plan() -> None:
 
 
 def uses(name: str, nodes: Iterable[ast.AST], known: Collection[str]) -> set[str]:
-    """The modules that one imports, where it is loaded or later inside of a function.
+    """Return the modules that one imports, on load or later inside of a function.
 
     That `a.b.c` loads the packages `a` and `a.b` first is left out: there is no way around it.
     """
@@ -260,7 +264,7 @@ INSTALLS = ("install", "install_reader", "adapt")
 
 
 def when_loaded(tree: ast.Module) -> Iterator[ast.AST]:
-    """What of a module runs when it is imported."""
+    """Yield the nodes of a module that run when it is imported."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -271,7 +275,7 @@ def when_loaded(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def imported_by(node: ast.AST) -> set[str]:
-    """The modules that one statement imports."""
+    """Return the modules that one statement imports."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names}
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -280,7 +284,7 @@ def imported_by(node: ast.AST) -> set[str]:
 
 
 def loading_megatron(trees: Mapping[str, ast.Module]) -> set[str]:
-    """The modules whose import loads megatron-core, themselves or through others."""
+    """Return the modules whose import loads megatron-core, directly or through others."""
     loads = {
         name: set().union(*map(imported_by, when_loaded(tree))) for name, tree in trees.items()
     }
@@ -296,8 +300,8 @@ def loading_megatron(trees: Mapping[str, ast.Module]) -> set[str]:
 
 
 def too_early(tree: ast.Module, heavy: set[str]) -> Iterator[tuple[str, int]]:
-    """Imports of modules that load megatron-core in a function that has not installed the adapter
-    before.
+    """Yield imports of modules that load megatron-core in a function that has not installed the
+    adapter before.
     """
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
@@ -308,7 +312,9 @@ def too_early(tree: ast.Module, heavy: set[str]) -> Iterator[tuple[str, int]]:
 
 
 def test_law_adapter_before_megatron() -> None:
-    """Earlier tests of a process may have installed it; a user's shell has not."""
+    """Check the source: earlier tests of a process may have installed the adapter; a user's shell
+    has not.
+    """
     trees = {name_of(path): tree_of(path) for path in modules()}
     heavy = loading_megatron(trees)
     for path in modules():
@@ -382,8 +388,8 @@ def test_law_torch_cuda_in_one_file() -> None:
 
 
 def words_compared(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
-    """Constants that decide something: sides of a comparison, patterns of a match, keys of a table,
-    prefixes.
+    """Yield constants that decide something: sides of a comparison, patterns of a match, keys of a
+    table, prefixes.
     """
     for node in nodes:
         parts: list[ast.AST] = []
@@ -466,7 +472,7 @@ def test_law_kernels_import_neither_mtrain_nor_megatron() -> None:
             assert module.split(".")[0] not in (
                 "mtrain",
                 "megatron",
-            ), f"{path}:{line}: mtrain_kernels stands alone, so that others can use it"
+            ), f"{path}:{line}: mtrain_kernels is self-contained, so that others can use it"
 
 
 def test_law_no_pickle() -> None:
@@ -484,7 +490,9 @@ def test_law_no_pickle() -> None:
 
 
 BETWEEN_PROCESSES = ("world/", "launching/local.py", "launching/torchrun.py")
-"""Where JSON goes to another process of the same run, which reads what Python adds to it."""
+"""Modules that send JSON to another process of the same run, which reads Python's additions to
+it.
+"""
 OF_FINITE_VALUES = ("config/", "recipes/", "strict_json.py")
 
 
@@ -505,7 +513,7 @@ def test_law_runs_write_standard_json() -> None:
 
 
 def test_law_errors_take_one_argument_per_line() -> None:
-    """A line break inside one of them is shown as what it is, since it may come from a
+    """Pass each text as an argument: a line break inside one is escaped, since it may come from a
     file's name.
     """
     kinds = {"MtrainError", "BadEnvironment", "CorruptData", "TrainingError", "Preempted"}

@@ -51,6 +51,41 @@ def test_style_seeded_faults_are_found(tmp_path: Path) -> None:
     assert len(found) == 2, found
 
 
+def test_style_attribute_docstrings_begin_with_nouns(tmp_path: Path) -> None:
+    path = tmp_path / "attributes.py"
+    path.write_text(
+        '"""A module."""\n\n'
+        "LIMIT = 4\n"
+        '"""Of a batch."""\n'
+        "NAMES = ()\n"
+        '"""Names of layers."""\n\n\n'
+        "class Point:\n"
+        '    """A point."""\n\n'
+        "    x: int\n"
+        '    """Whether it is there."""\n'
+        "    y: int\n"
+        '    """Second coordinate."""\n'
+    )
+    assert [line for line, _ in prose.file_findings(path)] == [4, 13]
+    module = tmp_path / "module.py"
+    module.write_text('"""From one module to the next."""\n')
+    assert [line for line, _ in prose.file_findings(module)] == [1]
+
+
+def test_style_function_docstrings_begin_with_commands() -> None:
+    for word in ("Return", "Pass", "Reduce-scatter", "Own"):
+        assert prose.is_command(word), word
+    for word in ("Returns", "Losses", "What", "The", "`x`", "[s", "fp32", "megatron-core's"):
+        assert not prose.is_command(word), word
+
+
+def test_style_names_and_values_are_no_prose() -> None:
+    for text in ("the last step is None, not 2", "loss.alone float32 h16 v64"):
+        assert not list(prose.phrase_findings(text)), text
+    for text in ("it is none", "a norm alone"):
+        assert list(prose.phrase_findings(text)), text
+
+
 def test_style_swap_is_no_parallel_assignment() -> None:
     for text, lines in (("a, b = b, a", []), ("a, b = b, c", [1])):
         assert list(measure.parallel_assignments(ast.walk(ast.parse(text)))) == lines

@@ -63,8 +63,8 @@ def test_choice_sets_only_its_group(group: str, choice: str) -> None:
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_choice_passes_check_with_defaults(group: str, choice: str) -> None:
-    """What a machine or a user still has to bring is a warning; a run is refused for it, and for
-    nothing else.
+    """Warn about data or devices that the choice still lacks, and refuse a run for no other
+    reason.
     """
     lacking = {"MT301", "MT403", "MT407", "MT442", "MT327", "MT340", "MT341"}
     words = [f"{group}={choice}", *UNFIT_FOR_TP2.get(choice, ())]

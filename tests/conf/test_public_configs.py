@@ -111,7 +111,7 @@ TRAINED: dict[str, Told] = {
 }
 """Model -> key of its training alone -> what its config.json makes of it, what ships, and why."""
 NOTHING = {"no effect", "derived here"}
-"""Why a key of a file may be left out of a model that computes the same."""
+"""Reasons to leave out a key of a file for a model that computes the same."""
 ALONE = {
     "use_sliding_window": (
         "turns on a window that no layer has: it is null, or begins behind the last layer"
@@ -123,14 +123,14 @@ WHOLE = ("llama32_3b", "deepseek_v3")
 
 
 def shipped(name: str) -> ModelConfig:
-    """The composed `model` of a shipped file."""
+    """Return the composed `model` of a shipped file."""
     model = section("model", name)
     assert isinstance(model, ModelConfig)
     return model
 
 
 def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested mappings with its dotted key."""
+    """Yield every leaf of nested mappings with its dotted key."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -139,8 +139,8 @@ def flat(values: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def told(model: ModelConfig) -> Json:
-    """Every key of `model` but those that no config.json can say; the width of a head whether it is
-    said or not.
+    """Return every key of `model` that a config.json can express; the width of a head even if it is
+    derived.
     """
     dump = model.model_dump(exclude={"name", "published"})
     return {
@@ -151,7 +151,9 @@ def told(model: ModelConfig) -> Json:
 
 
 def own(m: ModelConfig) -> int:
-    """Parameters without rows that only pad, and without layers that predict further."""
+    """Return the number of parameters without rows that only pad, and without layers that predict
+    further.
+    """
     tables = 1 if m.tie_word_embeddings else 2
     biases = 0 if m.bert is None else 1
     padding = (m.padded_vocab_size - m.vocab_size) * (tables * m.hidden_size + biases)
@@ -160,7 +162,7 @@ def own(m: ModelConfig) -> int:
 
 @cache
 def read(text: str) -> Imported:
-    """The model of a config.json.
+    """Return the model of a config.json.
 
     Raises:
         ConfigError: it is no model.
@@ -172,7 +174,7 @@ def read(text: str) -> Imported:
 
 
 def apart(name: str, config: Json) -> list[str]:
-    """In what the model of a config.json is not the shipped one."""
+    """Return the differences between the model of a config.json and the shipped one."""
     try:
         found = read(json.dumps(config))
     except ConfigError as error:
@@ -190,8 +192,8 @@ def apart(name: str, config: Json) -> list[str]:
 
 
 def counting(config: Json) -> list[str]:
-    """The dotted keys of numbers and switches that say something of the model, by the account of
-    the reader.
+    """Return the dotted keys of numbers and switches that describe the model, according to the
+    reader.
     """
     idle = {u.flag for u in read(json.dumps(config)).unplaced if u.why == "no effect"}
     idle |= {*KINDS[kind_of(config)].reads.irrelevant, *ALONE}
@@ -201,7 +203,7 @@ def counting(config: Json) -> list[str]:
 
 
 def changed(config: Json, key: str) -> Json:
-    """A config.json with another value of a number or a switch."""
+    """Return a config.json with another value of a number or a switch."""
     out: Json = json.loads(json.dumps(config))
     *sections, last = key.split(".")
     node = out
@@ -241,7 +243,7 @@ def test_public_config_changed_fact_changes_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_public_config_published_parameter_count(name: str) -> None:
-    """With the biases of routers, which are no parameters here."""
+    """Count the biases of routers, which are no parameters here."""
     m = shipped(name)
     known = FACTS[name]
     biases = 0
@@ -267,8 +269,8 @@ def test_public_config_file_parameter_count(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_public_config_table_numbers(name: str) -> None:
-    """12 L h^2 + V h for each table of embeddings, and 13 L h + 2 h + S h for biases, norms and
-    positions.
+    """Count 12 L h^2 + V h for each table of embeddings, and 13 L h + 2 h + S h for biases, norms
+    and positions.
     """
     known = TABLES[name]
     m = shipped(name)

@@ -19,15 +19,15 @@ def _install_adapter() -> None:
 
 @pytest.fixture(scope="session")
 def _one_rank_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
-    """Where runs on one rank are kept, and those that are there, by their configuration."""
+    """Return the folder of runs on one rank, and those trained so far, by their configuration."""
     return tmp_path_factory.mktemp("one-rank"), {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank_once(_one_rank_runs: tuple[Path, dict[str, Path]]) -> Iterator[None]:
-    """What `prove` compares with, a run on one rank, is trained once for all layouts of it.
+    """Train the run on one rank that `prove` compares with once for all of its layouts.
 
-    Only in the tests beside this file: others that the same process runs fork commands, which would
+    Only for the tests in this folder: others that the same process runs fork commands, which would
     not share it.
     """
     from mtrain.launching import jobs, local

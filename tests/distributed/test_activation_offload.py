@@ -21,7 +21,7 @@ from tests.support.runs import tiny_run, train_steps
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(release.at_least(0, 19), reason="0.19 copies tensors of CUDA alone"),
+    pytest.mark.skipif(release.at_least(0, 19), reason="0.19 copies only tensors of CUDA"),
 ]
 
 DENSE = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
@@ -44,13 +44,13 @@ STEPS = 3
 
 
 def run_of(modules: tuple[str, ...] | None = None, **keys: Any) -> RunConfig:
-    """A tiny run, of which every tensor of these modules is copied."""
+    """Return a tiny run in which every tensor of these modules is copied."""
     offload = {"modules": modules, "min_tensor_elements": 1 if modules else None}
     return tiny_run(activation_offload=ActivationOffloadConfig(**offload), **keys)
 
 
 def steps_of(run: RunConfig) -> list[tuple[float, float]]:
-    """A job: loss and gradient norm of each step."""
+    """Return loss and gradient norm of each step; a job for a rank."""
     let_offload()
     return train_steps(run, STEPS)
 
@@ -69,13 +69,13 @@ class Copied(NamedTuple):
 
     all: int
     between: int
-    """Of them those whose memory was still held between forward and backward."""
+    """Bytes among them whose memory was still held between forward and backward."""
     left: int
     """Buffers of host memory that were still in use after the backward."""
 
 
 def copied(modules: list[str]) -> Copied:
-    """A job of one micro-batch of one rank."""
+    """Return the copies of one micro-batch; a job for one rank."""
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
     let_offload()
@@ -120,8 +120,8 @@ def test_activation_offload_sees_device_memory_that_stays() -> None:
 
 
 def evaluated(run: RunConfig, *, between: bool) -> list[tuple[float, float]]:
-    """A job: loss and gradient norm of two steps, with or without an evaluation around the
-    first.
+    """Return loss and gradient norm of two steps, with or without an evaluation around the first; a
+    job for a rank.
     """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import evaluate, train_step

@@ -120,8 +120,8 @@ def _stock_mla() -> dict[str, torch.Tensor]:
 
 
 def test_adapter_backend_stock_mla_projection_is_still_wrong() -> None:
-    """Why `DuplicatedLinear` is there; if this fails after an upgrade of megatron-core,
-    it may go.
+    """Show why `DuplicatedLinear` exists; if this fails after an upgrade of megatron-core, it can
+    go.
     """
     _, expected = _alone(json.dumps(tiny.MLA))
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
@@ -228,8 +228,8 @@ CONTEXT_KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
-    """Output and gradients of q, k, v (and the sink), each at its place in the whole sequence, zero
-    elsewhere.
+    """Return the output and gradients of q, k, v (and the sink), each at its place in the whole
+    sequence, zero elsewhere.
     """
     from mtrain.mcore import api
     from mtrain.mcore.layers.attention import CoreAttention

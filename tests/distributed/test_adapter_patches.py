@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.engine]
 
 @pytest.fixture(scope="module")
 def without(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What each case gives without its patch, from one process that imports megatron-core and forks
-    each.
+    """Return the result of each case without its patch, from one process that imports megatron-core
+    and forks each.
     """
     names = [
         item.callspec.params["name"]  # type: ignore[attr-defined]
@@ -106,6 +106,6 @@ def test_adapter_patches_projection_coexists_with_modelopt() -> None:
     assert DuplicatedLinear in known
     theirs = importlib.import_module("megatron.core.post_training.modelopt.layers").Linear
     assert theirs in known or release.at_least(0, 19), (
-        "since 0.19 it is known beside TransformerEngine alone"
+        "since 0.19 it is known only with TransformerEngine"
     )
     assert torch.nn.Linear not in known

@@ -31,7 +31,7 @@ is trained.
 
 
 def trained(run: RunConfig) -> int:
-    """Parameters of a run that have a gradient."""
+    """Return the number of parameters of a run that have a gradient."""
     if run.peft.kind is not None:
         return sum(adapter_parameters(run))
     return parameters(run.model) - frozen_parameters(run.model)
@@ -57,7 +57,9 @@ LARGE = [
 
 
 def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
-    """By rank: the parameters that it is the first to hold, so that every one counts once."""
+    """Return for each rank the parameters that it is the first to hold, so that every one counts
+    once.
+    """
     from mtrain.assembly.model import blank_model
     from mtrain.mcore.state.shard_specs import shard_specs_of
     from mtrain.world.fake_world import fake_world
@@ -82,8 +84,8 @@ def _owned(run: RunConfig, ranks: Iterable[int]) -> dict[int, int]:
 
 
 def _first_holders(run: RunConfig) -> list[int]:
-    """Ranks that can be the first to hold anything: those with no data- or context-parallel sibling
-    before them.
+    """Return the ranks that can be the first to hold anything: those with no data- or
+    context-parallel sibling before them.
     """
     grid = RankGrid.of(run)
     places = [grid.coords(rank) for rank in range(grid.world)]
@@ -95,7 +97,8 @@ def _first_holders(run: RunConfig) -> list[int]:
 
 
 def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
-    """Of each pipeline rank: what its stages hold, equal where two hold as much of the same.
+    """Return for each pipeline rank a description of its stages, equal for two that hold as much of
+    the same.
 
     The final norm is where the last layer is.
     """
@@ -119,8 +122,8 @@ def _kinds(run: RunConfig) -> list[tuple[tuple[object, ...], ...]]:
 
 @pytest.mark.parametrize("name", some(RECIPES, ["gpt_oss/20b_h100x16"]))
 def test_any_rank_of_each_stage_kind_owns_its_part(name: str) -> None:
-    """Times the ranks of its kind, that is every parameter once: first of their tensor-parallel
-    group or not.
+    """Multiply by the number of ranks of its kind: every parameter counts once, whether the rank is
+    first of its tensor-parallel group or not.
     """
     run = load([f"recipe={name}"], BIG, {}).run
     grid = RankGrid.of(run)
@@ -161,7 +164,7 @@ def test_any_rank_union_owns_every_parameter_once(name: str) -> None:
 
 
 def _built(run: RunConfig) -> list[list[Weight]]:
-    """By pipeline stage, and there by chunk: the weights that its first rank builds."""
+    """Return the weights that the first rank of each pipeline stage builds, by chunk."""
     from mtrain.assembly.model import blank_model
     from mtrain.world.fake_world import fake_world
 
@@ -183,8 +186,8 @@ def _built(run: RunConfig) -> list[list[Weight]]:
 
 
 def _as_saved(name: str) -> str:
-    """A weight's name as checkpoints of every release have it: 0.19 calls a layer that predicts
-    otherwise itself.
+    """Return a weight's name as checkpoints of every release have it: 0.19 has another name for the
+    layer of multi-token prediction.
     """
     return name.replace(".mtp_model_layer.", ".transformer_layer.")
 
@@ -214,7 +217,7 @@ LAYOUTS = (
     "words", some([*LAYOUTS, *(f"recipe={name}" for name in RECIPES)], LAYOUTS[:2])
 )
 def test_any_rank_plan_names_every_weight_of_a_stage(words: str) -> None:
-    """In its order, with its shape on a rank, and with who shares it."""
+    """Compare order, shape on a rank, and sharing."""
     run = load(
         [*words.split(), *([] if words.startswith("recipe") else ["data=mock"])], BIG, {}
     ).run

@@ -58,7 +58,7 @@ class Asked(TorchDispatchMode):
 
 
 def stand_in(counts: Counter[str]) -> Any:
-    """Return the CPU as a device that works behind the host, and counts what it is asked.
+    """Return the CPU as a device that works behind the host, and counts the host's requests to it.
 
     As on CUDA, the time between two events is known only once the host has waited for one that is
     no earlier.
@@ -122,8 +122,8 @@ def of(*, packed: bool = False, **more: Any) -> RunConfig:
 def trained(
     run: RunConfig, ahead: bool
 ) -> tuple[list[Any], list[tuple[int, int]], Counter[str], list[torch.Tensor]]:
-    """Train; return what each step did, the step at which it was told, questions to the device, the
-    weights.
+    """Train; return the result of each step, the step during which it was reported, the requests to
+    the device, and the weights.
     """
     from mtrain.train.hooks.base import Hook
     from mtrain.train.loop.trainer import Trainer
@@ -347,7 +347,7 @@ def test_async_steps_packed_rotation_equals_megatron(ranks: int, bounds: list[in
         with Asked() as asked:
             for _ in range(2):
                 assert torch.equal(rotated(tokens, edges.clone(), angles, cp_group=group), expected)
-        assert asked.count == 2, "the comparisons alone ask"
+        assert asked.count == 2, "only the comparisons wait for the device"
 
 
 def test_async_steps_sync_debug_covers_steps_after_compilation() -> None:

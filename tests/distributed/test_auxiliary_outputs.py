@@ -1,5 +1,5 @@
-"""z-loss and token accuracy beside the loss: what plain torch makes of all logits, in every layout,
-by whoever.
+"""z-loss and token accuracy next to the loss: equal to plain torch on all logits, in every layout
+and implementation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _run(model: dict[str, Any] | None = None, **parallel: Any) -> RunConfig:
 def _recorded(
     run: RunConfig, before: Callable[[], None] = lambda: None
 ) -> Callable[[], list[dict[str, float]]]:
-    """What the trainer logs of some steps."""
+    """Return a job that runs some steps and returns the log of the trainer."""
 
     def job() -> list[dict[str, float]]:
         from mtrain.train.assemble import assemble, splits_of
@@ -62,7 +62,7 @@ def _recorded(
 
 
 def _by_definition() -> None:
-    """Losses of one rank from all logits, by autograd."""
+    """Compute the losses of one rank from all logits, by autograd."""
     from mtrain.mcore.models.language_model import SummedLosses
 
     def sum_of_losses(
@@ -131,7 +131,7 @@ def test_auxiliary_outputs_rank_before_soft_cap() -> None:
 
 
 def _alone(run: RunConfig) -> list[dict[str, float]]:
-    """What one rank logs."""
+    """Return the log of one rank."""
     return run_ranks(1, _recorded(run))[0]  # type: ignore[no-any-return]
 
 

@@ -36,8 +36,8 @@ HF: dict[str, Any] = {
 
 
 def gradient(run: RunConfig) -> Tensor:
-    """Of the balancing losses of all layers, whose routers all see the same logits, in a mean over
-    tokens.
+    """Return the gradient of the balancing losses of all layers, whose routers all read the same
+    logits, in a mean over tokens.
     """
 
     def job() -> Tensor:

@@ -85,8 +85,8 @@ Trained = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
-    """Losses and norms of one rank, and the weights behind them, by the kind of model; each is
-    trained once.
+    """Return the losses and norms of one rank, and the weights after them, by the kind of model;
+    each is trained once.
     """
     known: dict[str, Trained] = {}
 
@@ -102,7 +102,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
 
 @pytest.fixture(scope="module")
 def one_rank(alone: Callable[[str], Trained]) -> Trained:
-    """Those of BERT."""
+    """Return those of BERT on one rank."""
     return alone("bert")
 
 
@@ -156,7 +156,7 @@ def test_bert_loss_implementation_changes_nothing(name: str) -> None:
 )
 def test_bert_section_key_changes_numbers(key: str, value: Any, one_rank: Any) -> None:
     changed = BertConfig(**(IDS | {key: value}))
-    # a gradient that is left out may move the next step alone
+    # a gradient that is left out may change only the next step
     found = trained(bert_run(model={"bert": changed}), 2)
     assert found != one_rank[0][:2], (
         "one rank's numbers are the same bit by bit where nothing moves them"

@@ -38,8 +38,8 @@ def built_as(builder: str, words: str) -> RunConfig:
 
 
 def _steps(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
-    """A job: two steps, with a checkpoint behind each, and how many layers the first chunk of this
-    rank has.
+    """Return two steps, with a checkpoint after each, and the number of layers in the first chunk
+    of this rank; a job for a rank.
     """
     from mtrain.assembly.model import build_model
     from mtrain.mcore.state.local_params import unwrap

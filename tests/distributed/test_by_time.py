@@ -1,5 +1,5 @@
-"""What is done every so many minutes: rank 0 decides by its clock, all ranks do it together, no
-number changes.
+"""Actions by wall-clock minutes: rank 0 decides by its clock, all ranks act together, no number
+changes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Found = tuple[list[float], list[int], list[int]]
 
 
 def trained(folder: Path, ahead: bool, minutes: tuple[float | None, float | None]) -> list[Found]:
-    """What each of two ranks did in 8 steps, each of which takes a minute by the clock of rank 0,
-    and by no other.
+    """Return the actions of each of two ranks in 8 steps, each of which takes a minute by the clock
+    of rank 0, and by no other.
     """
     run = of(ranks=2, trainer={"eval_iters": 1, "eval_interval": 0, "eval_minutes": minutes[1]})
     saving = {"save_interval": 0, "save_minutes": minutes[0], "keep": None, "save_final": False}

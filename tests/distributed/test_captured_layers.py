@@ -18,7 +18,7 @@ from tests.support.runs import tiny_run, train_steps
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
     "whole layers": ({}, (), 4),
     "attention alone": ({}, ("attn",), 0),
-    "MLPs alone, LayerNorm and biases": (
+    "only MLPs, LayerNorm and biases": (
         {"normalization": "LayerNorm", "add_bias_linear": True},
         ("mlp",),
         0,
@@ -33,8 +33,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
 
 
 def _steps(run: RunConfig, together: bool = False) -> tuple[list[tuple[float, float]], int]:
-    """Losses and gradient norms of three steps, and how many sums norms made in the first of their
-    forwards.
+    """Return the losses and gradient norms of three steps, and the number of sums that norms made
+    in the first of their forwards.
     """
 
     def job() -> tuple[list[tuple[float, float]], int]:
@@ -95,7 +95,9 @@ def test_captured_layers_accumulating_products_are_captured() -> None:
 
 @pytest.mark.engine
 def test_captured_layers_captured_norm_is_not_reused_in_replay() -> None:
-    """Whatever makes sums across the ends of graphs: what is replayed has nodes of its own."""
+    """Capture sums across the ends of graphs: a replayed norm has nodes of its own, whatever makes
+    the sum.
+    """
     right, _ = _steps(tiny_run())
     found, made = _steps(tiny_run(trainer={"cuda_graph_impl": "local"}), together=True)
     assert made == 8

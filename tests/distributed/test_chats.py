@@ -26,7 +26,7 @@ AVERAGES = ("token", "sample", "sequence")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen chats of unlike lengths, and a tokenizer."""
+    """Write sixteen chats of unlike lengths, and a tokenizer."""
     home = tmp_path_factory.mktemp("chats")
     dice = random.Random(5)
     folder_of(home, "chatml")
@@ -38,7 +38,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(home: Path, average: str, windows: int | None = None, **more: Any) -> RunConfig:
-    """A step over all chats of the file; keyword arguments are keys of `parallel`, or `micro`."""
+    """Return a run of one step over all chats of the file; keyword arguments are keys of
+    `parallel`, or `micro`.
+    """
     batch = windows or CHATS
     micro = more.pop("micro", 1)
     trainer = {"global_batch_size": batch, "micro_batch_size": micro, "loss_average": average}
@@ -57,7 +59,7 @@ def run_with(home: Path, average: str, windows: int | None = None, **more: Any) 
 
 
 def windows_of(home: Path) -> int:
-    """Windows that all chats fill."""
+    """Return the number of windows that all chats fill."""
     from mtrain.data import open_splits, prepare
 
     data = run_with(home, "token", 1).data
@@ -65,7 +67,7 @@ def windows_of(home: Path) -> int:
 
 
 def computed(run: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of the first step, and its whole gradient."""
+    """Return the loss of the first step, and its whole gradient."""
 
     def job() -> list[tuple[float, float]]:
         return train_steps(run, 1, gradients_to=folder)
@@ -79,7 +81,7 @@ def computed(run: RunConfig, folder: Path) -> tuple[float, dict[str, torch.Tenso
 def apart(
     one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[str, torch.Tensor]]
 ) -> float:
-    """The largest relative difference: of the losses, and of each gradient beside the
+    """Return the largest relative difference: of the losses, and of each gradient relative to the
     largest one.
     """
     assert one[1].keys() == other[1].keys()
@@ -114,7 +116,7 @@ PLAIN = ("accumulated by 16", "packed, cp2")
 
 @pytest.fixture(scope="module")
 def alone(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one rank computes, chat by chat, for each way to average."""
+    """Return a function that trains on one rank, chat by chat, for each way to average."""
     known: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
 
     def of(average: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -147,7 +149,7 @@ def test_chats_averages_differ_as_defined(home: Path, alone: Any, tmp_path: Path
 def test_chats_average_per_micro_batch_is_found(
     home: Path, alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault that is seen where losses are normalised before they are added up."""
+    """Seed a fault: losses are normalised before they are added up."""
     from mtrain.data import batch
 
     def by_itself(made: Any, average: str, rows: int) -> Any:
@@ -164,8 +166,8 @@ def test_chats_average_per_micro_batch_is_found(
 def test_chats_router_losses_weigh_as_configured(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they add to a gradient depends on the tokens that are read, and not on those that are
-    learned.
+    """Require their part of a gradient to depend on the tokens that are read, and not on those that
+    are learned.
     """
     from mtrain.train.loop import step
 
@@ -238,8 +240,8 @@ LETTERS = "abcdef"
 
 
 def letters(count: int, seed: int) -> list[Any]:
-    """A user who says two letters, and twice a wrong answer; the assistant says the letter behind
-    the first one.
+    """Return chats in which the user names two letters, and two wrong answers; the assistant
+    answers with the letter after the first one.
     """
     dice = random.Random(seed)
     out = []

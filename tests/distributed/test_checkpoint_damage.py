@@ -18,7 +18,7 @@ from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two data-parallel ranks with the distributed optimizer."""
+    """Return a checkpoint of two data-parallel ranks with the distributed optimizer."""
     root = tmp_path_factory.mktemp("saved")
     run = tiny_run(ranks=2, distributed_optimizer=True)
     run_ranks(2, lambda: train_steps(run, 2, save_to=root))
@@ -117,7 +117,7 @@ def test_checkpoint_missing_piece_is_not_filled(checkpoint: Path) -> None:
 
 
 def _sizes(checkpoint: Path) -> dict[tuple[str, str], int]:
-    """Bytes of every entry of every shard."""
+    """Return the bytes of every entry of every shard."""
     from safetensors import safe_open
 
     found = {}
@@ -202,7 +202,7 @@ def _as_format_1(checkpoint: Path) -> None:
 
 
 def test_checkpoint_second_format_is_read_and_verified(saved: Path, checkpoint: Path) -> None:
-    """A hash of each entry, without blocks."""
+    """Read the second format: a hash of each entry, without blocks."""
     import hashlib
 
     from safetensors import safe_open

@@ -28,7 +28,7 @@ from tests.support.runs import tiny_run, train_steps
 def flat_shard(
     rank: int, size: int, whole: torch.Tensor, memory: torch.Tensor | None = None
 ) -> Any:
-    """The part of a matrix's state that one of `size` data-parallel ranks has."""
+    """Return the part of a matrix's state that one of `size` data-parallel ranks has."""
     from mtrain.mcore.state.sharding import TensorShard
 
     n = whole.numel()
@@ -50,7 +50,7 @@ def save_part(place: Any, root: Path, whole: torch.Tensor) -> Path:
 
 
 def saved_by(size: int, root: Path, whole: torch.Tensor) -> Path:
-    """A checkpoint of `size` ranks."""
+    """Save a checkpoint of `size` ranks."""
     (path,) = set(in_turn(size, lambda place: save_part(place, root, whole)))
     assert isinstance(path, Path), path
     return path
@@ -327,7 +327,7 @@ def test_checkpoint_box_is_assembled_from_any_pieces() -> None:
 def cut_in_boxes(
     shape: tuple[int, ...], dice: random.Random
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and shape of boxes that make up a tensor."""
+    """Return the offset and shape of boxes that make up a tensor."""
     axes = []
     for n in shape:
         bounds = sorted({0, n, dice.randrange(n + 1)})
@@ -385,7 +385,7 @@ def test_checkpoint_equal_modes_are_not_set(
     from mtrain.ckpt import shards
 
     def refuse(path: Any, mode: int) -> None:
-        raise AssertionError("the mode is the one that was asked for")
+        raise AssertionError("the file already has the requested mode")
 
     monkeypatch.setattr(os, "chmod", refuse)
     before = os.umask(0o177)  # every file has the mode 600, as on a disk that was mounted so

@@ -1,6 +1,4 @@
-"""Where the tensors of a model lie in a checkpoint: as its family says it, and as megatron-core
-does.
-"""
+"""Positions of a model's tensors in a checkpoint: those of its family equal megatron-core's."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ OTHERS = (
 
 
 def unlike(models: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Those of which megatron-core says something else."""
+    """Return the models for which megatron-core has other positions."""
     out = []
     for name, *words in models:
         run = resolve(compose([f"model={name}", "data=mock", *words]).run, LAPTOP)

@@ -1,5 +1,5 @@
-"""What a key is declared to change is what it changes: the digest of the weights after two steps
-says so.
+"""Declared effects of keys, compared with their real effects: the digest of the weights after two
+steps.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ NAMES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with texts, chats, a tokenizer and corpora; tests run in it."""
+    """Enter a folder with texts, chats, a tokenizer and corpora."""
     home = tmp_path_factory.mktemp("effects")
     for name, words in (("text", "one two three "), ("more", "four five six ")):
         (home / name).mkdir()
@@ -175,7 +175,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def values_of(annotation: Any, now: Any) -> Iterator[Any]:
-    """Other values that a type allows, as far as they can be guessed from it."""
+    """Yield other values that a type allows, as far as they can be guessed from it."""
     origin = get_origin(annotation)
     inside = get_args(annotation)
     if origin is Annotated:
@@ -204,7 +204,7 @@ def raw_of(context: str) -> UnresolvedRun:
 
 @cache
 def digest_of(run_json: str) -> str:
-    """The digest of the weights of a resolved run after two steps."""
+    """Return the digest of the weights of a resolved run after two steps."""
     run = RunConfig.model_validate_json(run_json)
 
     def job() -> str:
@@ -231,7 +231,7 @@ def digest(raw: UnresolvedRun) -> str:
 
 
 def accepted(raw: UnresolvedRun, key: str, value: Any) -> UnresolvedRun | None:
-    """The configuration with another value of a key; None: it is none that runs here."""
+    """Return the configuration with another value of a key; None if it cannot run here."""
     try:
         changed = apply(raw, {key: value})
     except ValueError:
@@ -264,7 +264,9 @@ def test_declared_effect_none_changes_no_weight(key: str) -> None:
 
 
 def _seen() -> list[str]:
-    """Keys that are declared to change numbers, of sections that the configurations above have."""
+    """Return the keys that are declared to change numbers, of sections that the configurations
+    above have.
+    """
     unseen = {key for keys in UNSEEN for key in keys.split()}
     absent = tuple(f"model.{name}." for name in SECTIONS)
     found = [

@@ -69,7 +69,9 @@ def _ending_at(count: int) -> Callable[[list[int]], str]:
 
 
 def _texts(run: Any, sampling: Sampling) -> Any:
-    """Texts drawn in blocks, and with the host between tokens: each with two requests."""
+    """Return the texts drawn in blocks, and with the host between tokens: each with two
+    requests.
+    """
     found = {}
     for blocks in (True, False):
         with _sampler(run, blocks=blocks) as sampler:
@@ -125,7 +127,7 @@ class Recorded(TorchDispatchMode):
 
 
 def _recorded(run: Any, sampling: Sampling, fault: str) -> list[list[Any]]:
-    """The operations of two steps of the middle of a text."""
+    """Return the operations of two steps in the middle of a text."""
     from mtrain.train.generate import decoder as module
 
     with _sampler(run) as sampler:
@@ -186,7 +188,9 @@ def test_decoder_work_of_the_host_is_found(fault: str) -> None:
 
 
 def _captured(run: Any, fails: bool) -> Any:
-    """Texts of a device that captures, how often it did, and why it did not."""
+    """Return the texts of a device that captures, the number of captures, and the reason for
+    none.
+    """
     issued: list[str] = []
 
     def captured(work: Callable[[], None]) -> Callable[[], None]:

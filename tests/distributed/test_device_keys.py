@@ -1,5 +1,5 @@
-"""Keys of GPUs alone: megatron-core takes what the rules let through, and refuses what they refuse
-of its limits.
+"""Keys that only GPUs have: megatron-core takes the values that rules allow, and refuses those that
+rules refuse because of its limits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _offload(*modules: str, fraction: float | None = None, **keys: Any) -> RunCo
 
 
 def _taken(runs: list[RunConfig]) -> list[dict[str, Any] | str]:
-    """What megatron-core's configuration holds of each, or why there is none."""
+    """Return megatron-core's configuration of each run, or the reason why there is none."""
 
     def job() -> list[dict[str, Any] | str]:
         from mtrain.assembly.transformer import transformer_config

@@ -39,8 +39,8 @@ Drawn = dict[str, list[torch.Tensor]]
 
 @contextmanager
 def recorded() -> Iterator[Drawn]:
-    """What is drawn inside, by kind and in order: masks of hidden states and of attention, noise of
-    routers.
+    """Record all random numbers drawn inside, by kind and in order: masks of hidden states and of
+    attention, noise of routers.
     """
     found: Drawn = {"hidden": [], "attention": [], "jitter": [], "balance": []}
     dropout = F.dropout
@@ -87,8 +87,8 @@ def recorded() -> Iterator[Drawn]:
 
 
 def drawn_in_a_step(run: Any) -> tuple[dict[str, int], dict[str, Any]]:
-    """This rank's place in the grid, and what it drew in its first step: by kind, a row for each
-    drawing.
+    """Return this rank's place in the grid and its random numbers in the first step: by kind, a row
+    for each drawing.
     """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
@@ -139,8 +139,8 @@ def test_dropout_ranks_draw_alike_for_shared_tensors(name: str) -> None:
 
 
 def losses(run: Any, steps: int, seeds: tuple[int, ...]) -> list[float]:
-    """The mean loss of the last four steps of a training, for each seed of the generators; all else
-    is the same.
+    """Return the mean loss of the last four steps of a training, for each seed of the generators;
+    all else is the same.
     """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
@@ -213,7 +213,7 @@ def test_dropout_evaluation_keeps_later_draws() -> None:
 
 
 class _Tracker:
-    """As megatron-core's: a dictionary of states, replaced as a whole or not."""
+    """Tracker like megatron-core's: a dictionary of states, replaced as a whole or not."""
 
     def __init__(self, states: dict[str, Any]) -> None:
         self.states = states

@@ -1,6 +1,4 @@
-"""How a run ends: what of it is on disk and how it is reported, whatever fails beside the training
-itself.
-"""
+"""Ends of runs: the files on disk and the report, whatever fails outside the training itself."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ MOMENTS = ("start", "after_step", "finish", "close")
 
 @dataclass
 class End:
-    """What is left of a run on one rank."""
+    """Remains of a run on one rank."""
 
     error: str
     """Kind of the error that it ended with; empty: none."""
@@ -94,9 +92,7 @@ def train(run: RunConfig, home: Path, checkpoint: Path | None = None) -> End:
 def broken(
     name: str, moment: str, error: Exception, rank: int | None = None
 ) -> tuple[type, str, Any]:
-    """A hook, one of its moments, and what to put there so that it raises (on one rank,
-    or on all).
-    """
+    """Return a hook, one of its moments, and a replacement that raises (on one rank, or on all)."""
     module = import_module(f"mtrain.train.hooks.{name.lower()}")
     owner = getattr(module, name)
     real = getattr(owner, moment)
@@ -111,8 +107,8 @@ def broken(
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], End]:
-    """Runs of one rank in which all logs fail at a moment, or the evaluation does; all in one
-    process.
+    """Return runs of one rank in which all logs fail at a moment, or the evaluation does; all in
+    one process.
     """
     home = tmp_path_factory.mktemp("ends")
 

@@ -16,7 +16,9 @@ from mtrain.config.messages.fields_page import fed
 
 
 def declared() -> dict[str, set[str]]:
-    """Owner -> its fields; a subclass has those that it adds, or gives a meaning of its own."""
+    """Return the fields of each owner; a subclass has those that it adds, or gives a meaning of its
+    own.
+    """
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
     from mtrain.mcore import api
@@ -44,7 +46,7 @@ def declared() -> dict[str, set[str]]:
 
 
 def tabled() -> Iterator[str]:
-    """Every field that a table sets."""
+    """Yield every field that a table sets."""
     for owner, tables in (
         (
             field_facts.TRANSFORMER,

@@ -53,9 +53,7 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _by_te() -> None:
-    """In a process of its own: FP8 is left to megatron-core, as where TransformerEngine
-    multiplies.
-    """
+    """Leave FP8 to megatron-core, as if TransformerEngine multiplied; for a process of its own."""
     from mtrain.config.engine import core_fields
     from mtrain.models.gpt import build
 

@@ -54,12 +54,12 @@ BESIDE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 def steps(run: RunConfig) -> list[tuple[float, float]]:
-    """Loss and gradient norm of two steps."""
+    """Return loss and gradient norm of two steps."""
     return trained(run, 2)
 
 
 def built(run: RunConfig) -> Any:
-    """What megatron-core's configuration holds, of simple values."""
+    """Return the simple values in megatron-core's configuration."""
 
     def job() -> dict[str, Any]:
         from mtrain.assembly.transformer import transformer_config
@@ -238,7 +238,7 @@ def test_engine_keys_schedule_key_keeps_numbers(
 
 
 def buckets(run: RunConfig) -> list[int]:
-    """Elements of each bucket of gradients."""
+    """Return the number of elements of each bucket of gradients."""
 
     def job() -> list[int]:
         from mtrain.assembly.model import build_model

@@ -1,7 +1,7 @@
-"""One release of megatron-core goes on where another one stopped: the same losses, and checkpoints
-bit for bit.
+"""One release of megatron-core continues the runs of another: the same losses, and checkpoints bit
+for bit.
 
-`make engines` runs this on 0.19, beside the release that is installed.
+`make engines` runs this on 0.19, next to the release that is installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ TOLERANCE = 1e-6
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """A folder with what each release left, the numbers of this one, and those of the other."""
+    """Return a folder with the runs of each release, the numbers of this one, and those of the
+    other.
+    """
     folder = release.folder()
     assert folder is not None
     assert _INSTALLED not in folder.parents, (

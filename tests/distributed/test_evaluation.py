@@ -1,4 +1,4 @@
-"""What a checkpoint is worth: the run's own validation loss, the same in any layout, and
+"""Evaluation of a checkpoint: the run's own validation loss, the same in any layout, and
 log-likelihoods of texts.
 """
 

@@ -135,7 +135,7 @@ KEPT = {
 
 @pytest.mark.full
 def test_fp8_experts_triton_keeps_planned_bytes() -> None:
-    """Beside what the plan says of the other layers, which is the same in bf16."""
+    """Subtract the planned bytes of the other layers, which are the same in bf16."""
     from tests.support import operands
 
     found = {
@@ -151,7 +151,7 @@ def test_fp8_experts_triton_keeps_planned_bytes() -> None:
 
 
 def words(name: str) -> list[str]:
-    """A layer of four experts, with what a case says."""
+    """Return the words for a layer of four experts, with those of a case."""
     said = {word.partition("=")[0] for word in KEPT[name]} | {"data.seq_length"}
     more = [word for word in SMALL if word.partition("=")[0] not in said]
     return [

@@ -38,15 +38,15 @@ BOUND = 2.5e-3
 
 
 def fp8(run: RunConfig, recipe: str, kind: str = "hybrid") -> RunConfig:
-    """The run with linear layers in 8 bits."""
+    """Return the run with linear layers in 8 bits."""
     return apply(run, {"precision.fp8": kind, "precision.fp8_recipe": recipe})
 
 
 def counted(
     run: RunConfig, module: ModuleType, name: str, gone: str | None
 ) -> tuple[list[tuple[float, float]], int]:
-    """Two steps, a job for `run_ranks`, and how often a function of `module` quantised a weight in
-    them.
+    """Train two steps, as a job for `run_ranks`; return them, and how often a function of `module`
+    quantised a weight in them.
 
     `gone` is a context of `mtrain.train.loop.step` without which they are made.
     """
@@ -65,7 +65,7 @@ def counted(
 
 
 def assert_stays_near_bf16(model: dict[str, Any], recipe: str) -> None:
-    """Two hundred steps in 8 bits: the mean loss of every twenty is within `BOUND` of
+    """Train two hundred steps in 8 bits: the mean loss of every twenty must be within `BOUND` of
     that in bf16.
     """
     steps = {"train_iters": 200, "global_batch_size": 4, "micro_batch_size": 4, "eval_iters": 0}

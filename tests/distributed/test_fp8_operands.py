@@ -226,7 +226,7 @@ FED = {
         **{"0.norm": 1, "1.input_layernorm": 1, "2.pre_mlp_layernorm": 1, "3.input_layernorm": 1},
     },
 }
-"""Of how many linear layers a norm of a layer makes the input."""
+"""Number of linear layers whose input a norm of a layer makes."""
 
 
 @pytest.mark.parametrize("name", FED)

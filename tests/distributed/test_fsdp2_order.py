@@ -21,8 +21,8 @@ def _run(**parallel: Any) -> RunConfig:
 
 
 def _gradients(run: RunConfig) -> list[tuple[bool, str, bool]]:
-    """For each weight after two micro-batches: has it hooks, the dtype of its gradient, and has
-    FSDP2 added to it.
+    """Return for each weight after two micro-batches: has it hooks, the dtype of its gradient, and
+    has FSDP2 added to it.
     """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import gradients
@@ -45,8 +45,8 @@ def test_fsdp2_gradients_accumulate_in_fp32_without_hooks() -> None:
 
 
 def _order(run: RunConfig) -> tuple[list[str], list[str]]:
-    """The gathers and computations of the layers in one micro-batch, in their order: forward, then
-    backward.
+    """Return the gathers and computations of the layers in one micro-batch, in their order:
+    forward, then backward.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 

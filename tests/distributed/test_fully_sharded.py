@@ -30,14 +30,14 @@ HALF = 1
 
 
 def _run(words: str, dtype: str | None = None) -> RunConfig:
-    """The layout that `words` describe, small enough for a test."""
+    """Return the layout that `words` describe, small enough for a test."""
     argv = words.split()
     full = load(argv).run
     return prove.shrunk(full, argv, STEPS, dtype or prove.formats(full)[-1])
 
 
 def _on(run: RunConfig, ranks: int) -> RunConfig:
-    """The same run on another number of data-parallel ranks."""
+    """Return the same run on another number of data-parallel ranks."""
     batch = run.trainer.model_copy(update={"global_batch_size": 2 * ranks})
     return run.model_copy(
         update={"parallel": run.parallel.model_copy(update={"ranks": ranks}), "trainer": batch}
@@ -91,7 +91,7 @@ RESUMED = [
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
-    """Runs of `STEPS` steps, by the name of their layout."""
+    """Return runs of `STEPS` steps, by the name of their layout."""
     return Uninterrupted(tmp_path_factory.mktemp("whole"), HALF, STEPS)
 
 
@@ -176,8 +176,8 @@ def test_fully_sharded_resume_across_layouts_keeps_state_bits(
 
 
 def _use(run: RunConfig) -> tuple[float, list[int], float]:
-    """Validation loss and generated tokens after two steps, and the loss of the second step that
-    follows.
+    """Return the validation loss and generated tokens after two steps, and the loss of the second
+    step that follows.
     """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.generate.sampler import Sampler
@@ -221,8 +221,8 @@ def test_fully_sharded_unreduced_shard_is_found(name: str) -> None:
 
 
 def _memory(run: RunConfig) -> dict[str, float]:
-    """Weights: all, with memory before the model was cut, kept between steps; bytes of all that
-    lives then.
+    """Return the bytes of weights: all, with memory before the model was cut, and kept between
+    steps; and bytes of all live memory then.
     """
     from mtrain.assembly import model
     from mtrain.mcore.state.local_params import local_params
@@ -250,7 +250,7 @@ def _memory(run: RunConfig) -> dict[str, float]:
 
 
 def _live_bytes() -> int:
-    """Bytes of the memory that tensors of this process share among them."""
+    """Return the bytes of the memory that tensors of this process share among them."""
     gc.collect()
     tensors = (o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter))
     return sum(

@@ -39,7 +39,9 @@ class Documents:
 
 
 def gradient(run: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
-    """A job: the gradient of the layers that predict further tokens, after one step."""
+    """Return the gradient of the layers that predict further tokens, after one step; a job for a
+    rank.
+    """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.train.verify.prove import record_gradients

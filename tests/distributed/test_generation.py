@@ -1,4 +1,4 @@
-"""Text is the same with keys and values kept as with everything read again, in a batch as alone, in
+"""Generated text: the same with and without a cache of keys and values, in a batch or by itself, in
 any layout.
 """
 

@@ -78,8 +78,8 @@ def test_gradient_accumulation_half_precision_is_not_rounded(tmp_path: Path) -> 
     def whole(gradient: torch.Tensor) -> float:
         return float((gradient - gradient.bfloat16().float()).norm() / gradient.norm())
 
-    # of one micro-batch of 64 tokens: what was rounded once is exactly a number of bf16, what was
-    # not is none
+    # of one micro-batch of 64 tokens: a sum that was rounded once is exactly a number of bf16, one
+    # that was not has more digits
     alone = tiny_run(dtype="bf16", trainer={"global_batch_size": 2, "micro_batch_size": 2})
     apart, fused = (
         _trained(r, tmp_path / n, 1)[1][key] for n, r in (("a", alone), ("b", apply(alone, FUSED)))

@@ -29,8 +29,8 @@ ROUTING: dict[str, Any] = {
 
 
 def published(logits: Tensor, best: int) -> list[set[int]]:
-    """Token by token, the experts chosen: by hand, as in the reports on DeepSeek-V2 (best 1) and V3
-    (best 2).
+    """Return the experts chosen for each token: by hand, as in the reports on DeepSeek-V2 (best 1)
+    and V3 (best 2).
     """
     size = EXPERTS // GROUPS
     out = []

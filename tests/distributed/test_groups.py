@@ -37,8 +37,8 @@ def test_groups_of_one_rank_are_one(layout: dict[str, int]) -> None:
 
 
 def test_groups_connect_on_first_use() -> None:
-    """With a bound world, torch connects every new group at once, and asks all ranks to
-    take part.
+    """Connect groups late: with a bound world, torch connects every new group at once, and needs
+    all ranks for it.
     """
 
     def job() -> tuple[set[object], object]:

@@ -1,6 +1,4 @@
-"""Runs that no longer go on: who is behind is said, every rank leaves its stacks, and
-the run ends.
-"""
+"""Runs that hang: the straggler is reported, every rank leaves its stacks, and the run ends."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ class Limits:
 
     @property
     def words(self) -> tuple[str, str]:
-        """The limits on the command line."""
+        """Return the limits as command-line words."""
         return f"trainer.soft_timeout_s={self.soft_s}", f"trainer.timeout_s={self.hard_s}"
 
 
@@ -49,7 +47,7 @@ def limits() -> Limits:
 
 @pytest.fixture
 def started() -> Iterator[list[Launched]]:
-    """Processes that do not outlive the test."""
+    """Provide a list for processes, which do not outlive the test."""
     launched: list[Launched] = []
     yield launched
     for one in launched:
@@ -57,7 +55,7 @@ def started() -> Iterator[list[Launched]]:
 
 
 def holding(rank: int, forwards: int, hold: Callable[[], object]) -> Callable[[], None]:
-    """A patch that has `rank` call `hold` within its forward number `forwards`."""
+    """Return a patch that has `rank` call `hold` within its forward number `forwards`."""
 
     def patch() -> None:
         from mtrain.train.loop import step
@@ -95,7 +93,7 @@ def stacks(folder: Path, rank: int) -> str:
 
 
 def end_of(launched: Launched, ranks: list[psutil.Process]) -> str:
-    """What a run that must end with a fault has said; none of its ranks is left."""
+    """Return the output of a run that must end with a fault; none of its ranks is left."""
     assert launched.wait() == FAULT, launched.said
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
     assert "Traceback" not in launched.said
@@ -229,7 +227,7 @@ def test_hanging_slow_healthy_run_reports_nothing(
             time.sleep(limits.soft_s / 5)
             return step(*args, **kwargs)  # type: ignore[arg-type]
 
-        def long_merge(*args: object) -> object:  # by rank 0 alone, while the others wait
+        def long_merge(*args: object) -> object:  # only on rank 0, while the others wait
             for _ in range(20):
                 time.sleep(1.2 * limits.hard_s / 20)
                 tick()

@@ -1,5 +1,5 @@
-"""What megatron-core takes to host memory outlives what it was taken from, also where the CPU is
-the device.
+"""Copies of megatron-core in host memory: they outlive their source, even if the CPU is the
+device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _buffers() -> list[Any]:
 def test_host_copies_restore_weights() -> None:
     def there_and_back() -> tuple[bool, bool, bool]:
         buffer = _buffers()[0]
-        for change in (0.0, 1.0):  # the second time into the memory that is there already
+        for change in (0.0, 1.0):  # the second time into memory that exists already
             buffer.param_data.add_(change)
             before = buffer.param_data.clone()
             at = buffer.param_data.data_ptr()

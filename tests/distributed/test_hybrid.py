@@ -68,7 +68,7 @@ def _train(run: RunConfig, folder: Path) -> list[tuple[float, float]]:
 def one_rank(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Losses and norms of one rank, and the weights behind them."""
+    """Return the losses and norms of one rank, and the weights after them."""
     home = tmp_path_factory.mktemp("one")
     return run_ranks(1, _train, hybrid_run(), home)[0], whole_tensors(home / f"step_{STEPS:08d}")
 
@@ -143,8 +143,8 @@ def test_hybrid_resume_is_bitwise(tmp_path: Path) -> None:
 
 
 def _mixed(run: RunConfig, chunk: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A job of one rank: what a mixer of the run makes of drawn input, and all gradients, by chunks
-    of so many tokens; 0: by the recurrence, one token after the other.
+    """Return a mixer's output for drawn input, and all gradients, by chunks of so many tokens (0:
+    by the recurrence, one token after the other); a job for one rank.
     """
     from mtrain_kernels.ssd import reference
 

@@ -44,8 +44,8 @@ def hybrid(name: str, layout: str) -> RunConfig:
 
 
 def _train(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
-    """A job: two steps, a checkpoint behind them, and the parameters that this rank
-    alone counts.
+    """Return two steps, a checkpoint after them, and the number of parameters that only this rank
+    counts; a job for a rank.
     """
     from mtrain.assembly.model import build_model
     from mtrain.mcore.state.sharding import model_shards
@@ -86,8 +86,8 @@ OF_LAYERS = {
 
 
 def _logits(one: RunConfig, other: RunConfig) -> list[torch.Tensor]:
-    """A job of one rank: logits of a model, and of another one with its weights, then with one that
-    is off.
+    """Return the logits of a model, of another one with its weights, and of that one with a wrong
+    weight; a job for one rank.
     """
     from mtrain.assembly.model import build_model
     from mtrain.mcore.state.local_params import unwrap
@@ -143,9 +143,7 @@ OF_LATENT = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", OF_LATENT)
 def test_hybrid_patterns_latent_attention_is_recomputed(name: str) -> None:
-    """`check` knows layers of latent attention for what they have: queries, keys and values, and a
-    core.
-    """
+    """Count layers of latent attention by their parts: queries, keys and values, and a core."""
     words = f"{PATTERNS['latent attention']} {OF_LATENT[name]}"
     runs = [built_as("gpt", f"{words} parallel={layout}") for layout in ("single", "tp2sp")]
     one, many = (trained(run, 2) for run in runs)

@@ -66,7 +66,7 @@ def test_initial_weights_shard_draws_little_extra(monkeypatch: pytest.MonkeyPatc
 
 
 def test_initial_weights_ignore_device_generator() -> None:
-    """A device whose generator draws others begins with the same weights."""
+    """Begin with the same weights on a device whose generator draws other numbers."""
 
     def job() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         from mtrain.assembly.model import build_model

@@ -23,8 +23,8 @@ SAYS = release.at_least(0, 19)
 
 
 def scattered_without_a_gather() -> None:
-    """#5628: embeddings of images and texts are cut for sequence parallelism, a part of their
-    gradient returns.
+    """Seed #5628: embeddings of images and texts are cut for sequence parallelism, and only a part
+    of their gradient returns.
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_group as group
 
@@ -35,7 +35,7 @@ def scattered_without_a_gather() -> None:
 
 
 def replicas_apart() -> None:
-    """#4953: FSDP2 knows the ranks that share weights, and not those that have the same."""
+    """Seed #4953: FSDP2 knows the ranks that share weights, but not those with the same weights."""
     from torch.distributed.device_mesh import DeviceMesh
 
     from mtrain.mcore import api as mcore
@@ -50,8 +50,8 @@ def replicas_apart() -> None:
 
 
 def held_back_until_the_last() -> None:
-    """#6357: where optimizer state alone is sharded, gradients wait for a last micro-batch that
-    nobody is told of.
+    """Seed #6357: if only optimizer state is sharded, gradients wait for a last micro-batch that is
+    never announced.
     """
     from mtrain.train import assemble
 
@@ -65,7 +65,7 @@ def held_back_until_the_last() -> None:
 
 
 def predictions_weighed_by_what_is_left() -> None:
-    """#3159: losses of predictions count for more where rolling leaves fewer tokens of a
+    """Seed #3159: losses of predictions weigh more if rolling leaves fewer tokens of a
     micro-batch.
     """
     from mtrain.mcore.models.language_model import LanguageModel
@@ -110,8 +110,8 @@ def test_known_bugs_found_by_their_comparison(row: str) -> None:
 
 @pytest.mark.full
 def test_known_bugs_evaluation_gather_is_found() -> None:
-    """#3155, in a layout of `test_fully_sharded.py`: of all resets one is left out, of what the
-    evaluation gathered.
+    """Seed #3155 in a layout of `test_fully_sharded.py`: one of all resets is left out, that of the
+    gather for an evaluation.
 
     The step that follows reads what it would have gathered itself; its update does not reach the
     one behind that.
@@ -159,7 +159,9 @@ def test_known_bugs_evaluation_gather_is_found() -> None:
 
 @pytest.mark.full
 def test_known_bugs_embedding_as_matrix_on_one_stage_is_found() -> None:
-    """#5034, beside `test_muon.py`: the stage that predicts further has a copy of the embedding."""
+    """Reproduce #5034, which `test_muon.py` covers too: the stage of multi-token prediction has a
+    copy of the embedding.
+    """
     model = {"num_layers": 2, "mtp_num_layers": 1, "tie_word_embeddings": True}
     run = tiny_run(model=model, optim={"name": "muon"}, ranks=2, pp=2)
     alone = trained(tiny_run(model=model, optim={"name": "muon"}), 3)
@@ -180,8 +182,8 @@ def test_known_bugs_embedding_as_matrix_on_one_stage_is_found() -> None:
     "fault", [False, pytest.param(True, marks=pytest.mark.skipif(SAYS, reason="since 0.19"))]
 )
 def test_known_bugs_mixer_norms_have_model_epsilon(fault: bool) -> None:
-    """#5750: megatron-core 0.16.1's layer does not say it, and a norm has that which its class
-    begins with.
+    """Seed #5750: megatron-core 0.16.1's layer does not pass the epsilon, so a norm has its class's
+    default.
     """
     from tests.distributed.test_hybrid import hybrid_run
 
@@ -210,7 +212,7 @@ def test_known_bugs_mixer_norms_have_model_epsilon(fault: bool) -> None:
 
 
 def test_known_bugs_balancing_loss_follows_key() -> None:
-    """#5694: a default of megatron-core's own says how experts are balanced."""
+    """Seed #5694: a default of megatron-core decides how experts are balanced."""
 
     def handed_over(coefficient: float, *, fault: bool = False) -> float:
         run = tiny_run(

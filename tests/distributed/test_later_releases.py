@@ -1,4 +1,4 @@
-"""What megatron-core can since 0.19 and a key offers: `make engines` runs it there."""
+"""Features of megatron-core since 0.19 that have a key: `make engines` runs this with 0.19."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ STEPS = 3
 
 
 def test_later_releases_large_gradient_norm_skips_update() -> None:
-    """The losses are those of weights that stay where they are; below the threshold nothing
-    changes.
-    """
+    """Expect the losses of constant weights; below the threshold nothing changes."""
     still = {"lr": 1e-30, "min_lr": 0.0}
     all_skipped = {"skip_above_grad_norm": 1e-6}
     none_skipped: dict[str, float] = {"skip_above_grad_norm": 1e6}
@@ -66,9 +64,7 @@ def test_later_releases_detached_predictions_keep_gradients(
 
 
 def test_later_releases_packed_mtp_is_recomputed(tmp_path: Path) -> None:
-    """Each of their calls runs twice then, and gradients are those of activations that
-    were kept.
-    """
+    """Expect two calls of each layer, and the gradients of activations that were kept."""
     found = {}
     for granularity in ("none", "full"):
         again = RecomputeConfig(granularity=granularity)  # type: ignore[arg-type]
@@ -89,7 +85,9 @@ def test_later_releases_packed_mtp_is_recomputed(tmp_path: Path) -> None:
 
 
 def _counted(run: RunConfig, folder: Path) -> tuple[list[float], int]:
-    """A step's loss and norm, its gradients, and how often a layer that predicts was called."""
+    """Return a step's loss and norm, its gradients, and the number of calls of a layer that
+    predicts.
+    """
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
 
     calls = [0]

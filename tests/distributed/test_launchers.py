@@ -31,7 +31,7 @@ Start = Callable[[Path, int], list[Launched]]
 
 
 def ends(home: Path) -> dict[str, str]:
-    """Hashes of what each rank saved at the end."""
+    """Return the hashes of everything that each rank saved at the end."""
     manifest = read_manifest(home / "runs/run/checkpoints/step_00000002", verify=True)
     return {
         name: facts["header_sha256"]
@@ -41,7 +41,7 @@ def ends(home: Path) -> dict[str, str]:
 
 
 def words(ranks: int) -> tuple[str, ...]:
-    """The command of a run on so many ranks."""
+    """Return the command of a run on so many ranks."""
     return (*RUN, f"parallel=tp{ranks}")
 
 
@@ -50,17 +50,17 @@ def _through_exec() -> None:
 
 
 def forked(home: Path, ranks: int) -> list[Launched]:
-    """Ranks that are forked from the launcher."""
+    """Launch ranks that are forked from the launcher."""
     return [Launched(*words(ranks), cwd=home)]
 
 
 def executed(home: Path, ranks: int) -> list[Launched]:
-    """Ranks in interpreters of their own."""
+    """Launch ranks in interpreters of their own."""
     return [Launched(*words(ranks), cwd=home, patch=_through_exec)]
 
 
 def as_of_torchrun(home: Path, ranks: int) -> list[Launched]:
-    """Ranks that a launcher such as torchrun started."""
+    """Launch ranks as a launcher such as torchrun does."""
     port = free_port()
     return [
         Launched(*words(ranks), cwd=home, environment=as_rank(rank, ranks, port))
@@ -69,7 +69,7 @@ def as_of_torchrun(home: Path, ranks: int) -> list[Launched]:
 
 
 def task(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
-    """The environment of a task of srun on one machine."""
+    """Return the environment of a task of srun on one machine."""
     return {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
@@ -84,7 +84,7 @@ def task(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
 
 
 def _noting(home: Path) -> Callable[[], None]:
-    """Counts in a file how often this process composes a configuration."""
+    """Return a patch that counts in a file how often this process composes a configuration."""
 
     def patch() -> None:
         from mtrain.cli import train
@@ -102,7 +102,7 @@ def _noting(home: Path) -> Callable[[], None]:
 
 
 def as_tasks(home: Path, ranks: int) -> list[Launched]:
-    """A task of srun for each rank."""
+    """Launch a task of srun for each rank."""
     port = free_port()
     patch = _noting(home)
     return [
@@ -112,7 +112,7 @@ def as_tasks(home: Path, ranks: int) -> list[Launched]:
 
 
 def as_machines(home: Path, ranks: int) -> list[Launched]:
-    """A task of srun for each of two machines, which starts the ranks of its machine."""
+    """Launch a task of srun for each of two machines, which starts the ranks of its machine."""
     port = free_port()
     machines = {
         "SLURM_NNODES": "2",
@@ -126,7 +126,7 @@ def as_machines(home: Path, ranks: int) -> list[Launched]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
-    """The hashes that forked ranks save, by how many ranks there are."""
+    """Return the hashes that forked ranks save, by the number of ranks."""
     known: dict[int, dict[str, str]] = {}
 
     def one(ranks: int) -> dict[str, str]:
@@ -165,7 +165,7 @@ def test_launchers_ranks_end_bitwise_as_forked(
     finish(WAYS[way](tmp_path, ranks))
     assert ends(tmp_path) == expected(ranks)
     composed = tmp_path / "composed"
-    assert not composed.exists() or composed.read_text() == "composed\n", "rank 0 alone composes"
+    assert not composed.exists() or composed.read_text() == "composed\n", "only rank 0 composes"
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ STEPS = 2
 
 
 def _compared(words: str) -> list[Any]:
-    """Rows of every number format that the configuration is proven in."""
+    """Return the rows of every number format that the configuration is proven in."""
     argv = words.split()
     full = load(argv).run
     return [

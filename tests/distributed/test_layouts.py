@@ -37,7 +37,7 @@ LAYOUTS = {
 def one_rank(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """What one rank computes."""
+    """Return loss and norm of each step, and the gradients, on one rank."""
     folder = tmp_path_factory.mktemp("one")
     values = run_ranks(1, _job, tiny_run(), folder)[0]
     return values, whole_tensors(folder / "step_00000000")
@@ -50,8 +50,8 @@ def _job(run: object, folder: Path, flip: int | None = None) -> list[tuple[float
 def _largest_errors(
     values: list[tuple[float, float]], gradients: dict[str, torch.Tensor], one_rank: tuple
 ) -> tuple[float, float, float]:
-    """Largest relative error of losses, of gradient norms, and of any parameter's gradient at step
-    0.
+    """Return the largest relative error of losses, of gradient norms, and of any parameter's
+    gradient at step 0.
     """
     expected_values, expected = one_rank
     assert gradients.keys() == expected.keys()

@@ -28,8 +28,8 @@ def _run(**keys: Any) -> Any:
 
 
 def _against_the_definition() -> float:
-    """The largest difference of a weight after some steps from weights that are updated here, as
-    the paper says.
+    """Return the largest difference of a weight after some steps from weights updated here by the
+    paper's formula.
     """
     from mtrain.mcore.state.optimizer_state import inner_optimizers
     from mtrain.train.assemble import assemble, splits_of

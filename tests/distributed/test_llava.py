@@ -38,7 +38,7 @@ PARTS = {"vision": "model/vision.", "projector": "model/projector."}
 def run_with(
     freeze: tuple[str, ...] = (), data: DataConfig | None = None, **more: Any
 ) -> RunConfig:
-    """A tiny LLaVA on synthetic images, or on those of `data`; keyword arguments are keys of
+    """Return a tiny LLaVA on synthetic images, or on those of `data`; keyword arguments are keys of
     `parallel`.
     """
     model = {"family": "llava", "vocab_size": 512, "llava": {**OWN, "freeze": freeze}}
@@ -51,7 +51,7 @@ def run_with(
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    """Images of coloured shapes with captions, some with a question."""
+    """Write images of coloured shapes with captions, some with a question."""
     home = tmp_path_factory.mktemp("shapes")
     folder_of_shapes(home / "captions", 48, seed=3)
     return DataConfig(
@@ -65,7 +65,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 
 def part_of(key: str) -> str:
-    """The part of the model that a tensor of a checkpoint belongs to."""
+    """Return the part of the model that a tensor of a checkpoint belongs to."""
     return next((part for part, prefix in PARTS.items() if key.startswith(prefix)), "language")
 
 
@@ -131,7 +131,7 @@ LAYOUTS = cases_of("llava")
 
 
 def compared(words: str) -> list[Any]:
-    """Rows of `prove` for a tiny LLaVA with these words."""
+    """Return the rows of `prove` for a tiny LLaVA with these words."""
     argv = ["model=llava_tiny", *words.split()]
     full = load(argv).run
     return [
@@ -161,7 +161,7 @@ def test_llava_wrong_images_on_one_rank_are_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_llava_rank_reads_its_samples_and_images(shapes: DataConfig, tmp_path: Path) -> None:
-    """Two data-parallel ranks see what one sees, text without an image included."""
+    """Compare two data-parallel ranks with one, text without an image included."""
     lines = (Path(str(shapes.path)) / "shapes.jsonl").read_text().splitlines()
     mixed = Path(str(shapes.path)) / "mixed.jsonl"
     mixed.write_text("\n".join([*lines[:20], *['{"text": "No picture of a shape."}'] * 12]) + "\n")

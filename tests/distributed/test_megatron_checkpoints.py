@@ -28,7 +28,7 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "apart": {"non_homogeneous_layers": True},
     "in halves": {"singleton_local_shards": True},
 }
-"""How megatron-core is asked to keep layers, experts and gates."""
+"""Ways in which megatron-core stores layers, experts and gates."""
 GOES: dict[str, tuple[str, str]] = {
     f"{case}, {layout}": (case, layout) for case in theirs.CASES for layout in LAYOUTS
 }
@@ -40,14 +40,14 @@ QUICK = (
 
 
 def command(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
 def saved(
     case: theirs.Case, folder: Path, layout: dict[str, Any] | None = None, ranks: int = 1
 ) -> list[Any]:
-    """Saves a model; the weights of each rank."""
+    """Save a model; return the weights of each rank."""
 
     def save() -> dict[str, torch.Tensor]:
         model = theirs.build(case, 1)
@@ -60,8 +60,8 @@ def saved(
 def loaded(
     case: theirs.Case, folder: Path, layout: dict[str, Any] | None = None, ranks: int = 1
 ) -> list[Any]:
-    """The weights of each rank of another model that loads a checkpoint, and the names that it does
-    not know.
+    """Return the weights of each rank of another model that loads a checkpoint, and the names that
+    it does not know.
     """
 
     def load() -> tuple[dict[str, torch.Tensor], set[str]]:

@@ -18,7 +18,7 @@ from tests.unit.test_megatron_order import SEQ, VOCAB, config, corpus
 
 
 class Tokenizer:
-    """What megatron-core's datasets ask of a tokenizer."""
+    """Tokenizer with the members that megatron-core's datasets need."""
 
     vocab_size = VOCAB
     eod = 0
@@ -35,7 +35,7 @@ def theirs(
     cache: Path | None = None,
     per_split: list[Any] | None = None,
 ) -> list[np.ndarray | None]:
-    """The text of the first samples of each split of megatron-core: int64 [n, SEQ + 1]."""
+    """Return the text of the first samples of each split of megatron-core: int64 [n, SEQ + 1]."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -71,7 +71,7 @@ def theirs(
 def compare(
     data: DataConfig, asked: tuple[int, int, int], expected: list[np.ndarray | None], seed: int = 7
 ) -> int:
-    """How many samples were compared."""
+    """Compare the samples of each split, and return their number."""
     splits = open_splits(data, VOCAB, seed, prepare(data), (), asked)
     compared = 0
     for name, wanted in zip(("train", "validation", "test"), expected, strict=True):

@@ -162,7 +162,7 @@ def test_muon_rank_multiplies_as_planned(name: str) -> None:
 
 
 def _planned(run: Any) -> int:
-    """FLOPs of the most that a rank has of each group of parameters."""
+    """Return the FLOPs of the most that a rank has of each group of parameters."""
     grid = RankGrid.of(run)
     steps = run.optim.muon.num_ns_steps
     total = 0

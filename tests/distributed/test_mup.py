@@ -52,7 +52,7 @@ def test_mup_layout_equals_one_rank(name: str) -> None:
 
 
 def _movement(run: RunConfig) -> float:
-    """How far logits move in a few steps, as a root of their mean square."""
+    """Return the movement of logits in a few steps, as a root mean square."""
 
     def job() -> float:
         from mtrain.train.assemble import assemble, splits_of
@@ -77,7 +77,7 @@ def _movement(run: RunConfig) -> float:
 
 
 def test_mup_logits_move_alike_at_every_width() -> None:
-    """The coordinate check of the paper (appendix D.1)."""
+    """Run the coordinate check of the paper (appendix D.1)."""
     optim = {"lr": 2e-2, "warmup_iters": 0, "schedule": "constant", "clip_grad": None}
 
     def movement(width: int, **mup: Any) -> float:

@@ -32,8 +32,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _mlp_is_off_by(run: RunConfig) -> float:
-    """How far megatron-core's MLP of a run is from its formula, with portable layers whatever
-    `kernels` says.
+    """Return the error of megatron-core's MLP of a run against its formula, with portable layers
+    whatever `kernels` says.
     """
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
@@ -67,8 +67,8 @@ def _mlp_is_off_by(run: RunConfig) -> float:
 
 
 def _experts_are_off_by(run: RunConfig) -> float:
-    """The same for megatron-core's grouped experts, one of which gets no rows, in a world that was
-    joined.
+    """Return the same for megatron-core's grouped experts, one of which gets no rows, in a joined
+    world.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -134,7 +134,7 @@ def test_named_activation_experts_compute_it_fused_or_not(linear: str) -> None:
 
 @pytest.mark.parametrize("linear", ["reference", "te"])
 def test_named_activation_mlp_computes_it_fused_or_not(linear: str) -> None:
-    """`te` only chooses the fusions here: they are megatron-core's own functions, which run
+    """Choose only the fusions with `te` here: they are megatron-core's own functions, which run
     anywhere.
     """
     assert set(ACTIVATIONS) == set(choices_of("model.activation") or ())
@@ -156,8 +156,8 @@ def test_named_activation_mlp_computes_it_fused_or_not(linear: str) -> None:
 
 
 def test_named_activation_triton_computes_it() -> None:
-    """The layer in TransformerEngine's place knows the activation by the function in the
-    configuration.
+    """Map the activation's function in the configuration to the layer in TransformerEngine's
+    place.
     """
     gated = ("swiglu", "geglu", "geglu_tanh")
     runs = [
@@ -177,7 +177,7 @@ def test_named_activation_triton_computes_it() -> None:
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "geglu", "geglu_tanh"])
 def test_named_activation_experts_have_no_fused_gelu(kind: str) -> None:
-    """megatron-core's grouped experts refuse it when they run."""
+    """Expect megatron-core's grouped experts to refuse it when they run."""
     model = {
         "activation": kind,
         "add_bias_linear": True,

@@ -77,7 +77,7 @@ OF_A_RELEASE = ["tp2 sequence parallel, tied, two predictions more"]
 
 
 def _with_megatrons_losses() -> None:
-    """Leaves it to megatron-core what labels are compared with, in MTP layers too."""
+    """Let megatron-core compare with labels, in MTP layers too."""
     from megatron.core.models.gpt import GPTModel
 
     from mtrain.mcore.models.language_model import LanguageModel
@@ -92,7 +92,7 @@ def _with_megatrons_losses() -> None:
 
 
 def _by_the_count_of_the_main_loss() -> None:
-    """Divides the losses of MTP layers by what the main loss is divided by, as megatron-core 0.16.1
+    """Divide the losses of MTP layers by the divisor of the main loss, as megatron-core 0.16.1
     does.
     """
     from mtrain.mcore.models import language_model

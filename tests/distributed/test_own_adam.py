@@ -44,7 +44,9 @@ def _losses(steps: int, **keys: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def fp32_main_weights() -> list[float]:
-    """Losses of all steps of torch's Adam on fp32 main weights, moments and gradients."""
+    """Return the losses of all steps of torch's Adam on fp32 main weights, moments and
+    gradients.
+    """
     return _losses(STEPS, **SMALLEST, optim=RATE)
 
 
@@ -58,7 +60,7 @@ def test_own_adam_low_precision_trains_as_fp32_master(
     losses = _losses(STEPS, **SMALLEST, **layout, optim={**LOW_PRECISION, **RATE})
     errors = [abs(a - b) / b for a, b in zip(losses, fp32_main_weights, strict=True)]
     assert fp32_main_weights[-1] < 0.75 * fp32_main_weights[0], (
-        "nothing was learnt, so nothing is compared"
+        "the model did not learn, so nothing is compared"
     )
     assert max(errors) < 1e-3, max(errors)
     assert losses != fp32_main_weights
@@ -95,7 +97,7 @@ def test_own_adam_layout_equals_one_rank(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("optim", [{}, LOW_PRECISION], ids=["fp32", "low precision"])
 def test_own_adam_megatron_state_resumes_bitwise(optim: dict[str, Any]) -> None:
-    """No step tensor is there to be shared, so what goes wrong with torch's Adam cannot."""
+    """Show that torch Adam's failure cannot occur: there is no step tensor to be shared."""
     run = tiny_run(dtype="bf16", distributed_optimizer=True, optim=optim, kernel="reference")
     assert run_ranks(1, _resumes_by_megatron_cores_state, run) == [True]
 

@@ -89,8 +89,8 @@ def test_padded_exchange_overflow_ends_training_not_evaluation() -> None:
     run = run_of("ep2", alltoall_capacity_factor=0.5)
 
     def evaluated() -> list[set[bool]]:
-        """A job: whether rows of an evaluation were padded, outside of graphs and where schedules
-        are captured.
+        """Return whether rows of an evaluation were padded, outside of graphs and where schedules
+        are captured; a job for a rank.
         """
         from mtrain.mcore.layers.dispatch import SparseDispatcher as Dispatcher
         from mtrain.train.assemble import assemble, splits_of
@@ -115,8 +115,8 @@ def test_padded_exchange_overflow_ends_training_not_evaluation() -> None:
         return padded
 
     def without_autograd() -> None:
-        """A job: the forward of a step in training as TransformerEngine's checkpoint
-        first runs it.
+        """Run the forward of a training step as TransformerEngine's checkpoint first runs it; a job
+        for a rank.
         """
         import torch
 

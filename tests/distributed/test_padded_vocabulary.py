@@ -22,7 +22,7 @@ MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 
 
 def _built(run: RunConfig, job: Any) -> Any:
-    """`job(world, chunk)` on one rank, with padding that is far more probable than any id."""
+    """Run `job(world, chunk)` on one rank, with padding that is far more probable than any id."""
 
     def inside() -> Any:
         from mtrain.assembly.model import build_model

@@ -1,4 +1,4 @@
-"""Losses beside that of the next token are averages over tokens, however a batch is padded or
+"""Losses other than that of the next token: averages over tokens, however a batch is padded or
 split.
 """
 
@@ -29,7 +29,7 @@ FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 1.0}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chats of unlike lengths, some with a single learned token, and a tokenizer."""
+    """Write chats of unlike lengths, some with a single learned token, and a tokenizer."""
     home = tmp_path_factory.mktemp("padding")
     dice = random.Random(5)
     folder_of(home, "chatml")
@@ -54,8 +54,8 @@ def moe(**more: Any) -> MoEConfig:
 def run_with(
     home: Path, *, length: int = LENGTH, average: str = "token", micro: int = 1, **more: Any
 ) -> RunConfig:
-    """A step over all chats; `experts` are keys of `model.moe`, `model` those of `model`, the rest
-    of `parallel`.
+    """Return a run of one step over all chats; `experts` are keys of `model.moe`, `model` those of
+    `model`, the rest of `parallel`.
     """
     trainer = {"global_batch_size": CHATS, "micro_batch_size": micro, "loss_average": average}
     model = {
@@ -82,7 +82,7 @@ def run_with(
 
 
 def gradient(run: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
-    """The whole gradient of the first step, and the state behind it."""
+    """Return the whole gradient of the first step, and the state after it."""
 
     def job() -> list[tuple[float, float]]:
         return train_steps(run, 1, gradients_to=folder / "gradient", save_to=folder / "state")
@@ -95,7 +95,7 @@ def gradient(run: RunConfig, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of tensors beside the largest number of all."""
+    """Return the largest difference of tensors relative to the largest number of all."""
     assert one.keys() == other.keys()
     largest = max(float(g.abs().max()) for g in one.values())
     return max(float((one[key] - other[key]).abs().max()) for key in one) / largest
@@ -184,8 +184,8 @@ def test_padding_any_layout_has_same_gradient(
 def _last_router(
     run: RunConfig, folder: Path
 ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """A job: the gradient of the last layer's router, its logits in each micro-batch, and its
-    weight.
+    """Return the gradient of the last layer's router, its logits in each micro-batch, and its
+    weight; a job for a rank.
     """
     from mtrain.mcore import api
     from mtrain.mcore.state.local_params import unwrap

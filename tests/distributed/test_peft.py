@@ -29,7 +29,7 @@ LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 def run_with(
     kind: str = "lora", *, moe: bool = False, dropout: float = 0.0, **more: Any
 ) -> RunConfig:
-    """A tiny model with adapters of rank 4 on all layers; keyword arguments are those of
+    """Return a tiny model with adapters of rank 4 on all layers; keyword arguments are those of
     `tiny_run`.
     """
     model: dict[str, Any] = (
@@ -102,7 +102,7 @@ LAYOUTS = cases_of("peft")
 
 
 def compared(words: str) -> list[Any]:
-    """Rows of `prove` for a model with these words."""
+    """Return the rows of `prove` for a model with these words."""
     argv = words.split()
     full = load(argv).run
     return [

@@ -1,5 +1,5 @@
-"""What the plan says that autograd keeps is what it keeps, and weights and states are counted to
-the byte.
+"""Activations that autograd saves, compared with the plan; weights and states, counted to the
+byte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT = 0.02
 
 
 def planned(words: str) -> RunConfig:
-    """The run of a case."""
+    """Return the run of a case."""
     said = {word.partition("=")[0] for word in words.split()}
     base = [word for word in BASE.split() if word.partition("=")[0] not in said]
     run = load([*base, *words.split()], BIG, {}).run
@@ -42,13 +42,13 @@ def planned(words: str) -> RunConfig:
 
 
 def difference(run: RunConfig, counted: RunConfig) -> float:
-    """Of what the ranks of `run` keep from what the plan says of `counted`; the largest of the
-    stages.
+    """Return the largest relative difference, over stages, between the bytes that the ranks of
+    `run` save and the plan of `counted`.
 
-    Between forward and backward, and with what a backward computes again. Experts are not chosen
-    alike, so that of the ranks of a stage the mean is compared. Of a weight's copies in 8 bits,
-    which the plan has as a part of its own, autograd holds the transposed one, but not of weights
-    that are freed.
+    Measured between forward and backward, and with the tensors that a backward recomputes. Ranks
+    of a stage choose experts differently, so their mean is compared. Of a weight's copies in 8
+    bits, which the plan has as a part of its own, autograd holds the transposed one, but not of
+    weights that are freed.
     """
     grid = RankGrid.of(run)
     found = run_ranks(run.parallel.ranks or 1, measured, run)

@@ -36,7 +36,7 @@ RECIPES = sorted(
     for file in recipes_dir().rglob("*.yaml")
 )
 MANY = 128
-"""With more experts per layer, tracing a stage takes half a minute."""
+"""Number of experts per layer above which tracing a stage takes half a minute."""
 LARGE = (
     "model=llama31_405b parallel=tp8pp8sp parallel.layers_per_stage=[15,16,16,16,16,16,16,15]"
     " cluster=h100x1024 data=mock data.seq_length=8192"
@@ -59,7 +59,7 @@ def traced(run: RunConfig, rank: int) -> dict[str, Any]:
 
 
 def measured_in_turn(run: RunConfig) -> dict[str, Any]:
-    """A job of one rank: `measured`, with experts that are chosen in turn, as in a trace."""
+    """Return `measured` with round-robin experts, as in a trace; a job for one rank."""
     from mtrain.mcore.adapter.fake_patches import fake_patches
 
     with fake_patches():
@@ -78,8 +78,8 @@ def test_plan_trace_keeps_what_autograd_keeps(case: str) -> None:
 
 @pytest.mark.parametrize("name", some(RECIPES, ["llama/tiny_cpu"]))
 def test_plan_trace_recipe_plan_is_within_3_percent(name: str) -> None:
-    """The peak, and the states to the byte, on the first stage and, but for many experts, on the
-    last.
+    """Compare the peak, and the states to the byte, on the first stage and, unless there are many
+    experts, on the last.
     """
     run = load([f"recipe={name}"], BIG, {}, to_run=False).run
     pp = RankGrid.of(run).pp
@@ -100,7 +100,7 @@ STATE = ("weights", "gradients", "optimizer")
 def test_plan_trace_moved_bytes_are_within_5_percent(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything at the peak but the state, which hides what is wrong of the rest."""
+    """Compare everything at the peak but the state, which would hide errors in the rest."""
     run = load(DRAWN[name].split(), BIG, {}, to_run=False).run
     for stage in sorted({0, run.parallel.pp - 1}):
         found = traced(run, RankGrid.of(run).rank_of(pp=stage))

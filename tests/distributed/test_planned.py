@@ -20,8 +20,8 @@ FIRST, SECOND = PLAN["memory_by_stage"]["peak_bytes"]
 def followed(
     folder: Path, share: float, memory: float, steps: int = 24, *, first: bool = True
 ) -> tuple[Any, ...]:
-    """The notes of a run whose steps take so much of what was planned, and what a line of its
-    metrics has beside.
+    """Return the notes of a run whose steps take so much of the planned time and memory, and the
+    fields that it adds to a line of metrics.
     """
     from mtrain.train.hooks.planned import Planned
 

@@ -21,12 +21,12 @@ STEPS = 2
 
 
 def with_objective(run: RunConfig, name: str) -> RunConfig:
-    """The run with another loss."""
+    """Return the run with another loss."""
     return run.model_copy(update={"trainer": run.trainer.model_copy(update={"objective": name})})
 
 
 def records(run: RunConfig, seen: Any = None) -> list[dict[str, Any]]:
-    """What each step of a run logs, on this rank; `seen` is a hook that comes with it."""
+    """Return the log of each step of a run on this rank; `seen` is a hook that is added to it."""
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.hooks.base import Hook
     from mtrain.train.loop.context import TrainContext
@@ -46,7 +46,7 @@ def records(run: RunConfig, seen: Any = None) -> list[dict[str, Any]]:
 
 
 def squared() -> type:
-    """A loss that also reports the mean square of a micro-batch's losses."""
+    """Return a loss that also reports the mean square of a micro-batch's losses."""
     from mtrain.train.objectives import Metric
     from mtrain.train.objectives.next_token import NextToken
 

@@ -33,7 +33,9 @@ def of(run: RunConfig, **data: Any) -> RunConfig:
 
 
 def read_by_ranks(run: RunConfig, steps: int) -> tuple[list[tuple[float, float]], int, str]:
-    """A job: losses and norms, the samples that this rank read, and what its stages need."""
+    """Return losses and norms, the samples that this rank read, and the needs of its stages; a job
+    for a rank.
+    """
     from mtrain.data.samples.mock import MockSamples
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
@@ -96,7 +98,7 @@ RUN = (
 
 @pytest.fixture
 def started() -> Iterator[list[Launched]]:
-    """Processes that do not outlive the test."""
+    """Provide a list for processes, which do not outlive the test."""
     launched: list[Launched] = []
     yield launched
     for one in launched:
@@ -104,7 +106,7 @@ def started() -> Iterator[list[Launched]]:
 
 
 def reading(fault: Callable[[], object], rank: int = 1, sample: int = 40) -> Callable[[], None]:
-    """A patch with which `fault` comes where `rank` reads a sample."""
+    """Return a patch that calls `fault` when `rank` reads a sample."""
 
     def patch() -> None:
         from mtrain.data.batch import GlobalBatches
@@ -168,7 +170,7 @@ def test_prefetch_stop_during_read_ends_at_once(tmp_path: Path, started: list[La
 
 
 def test_prefetch_pins_memory_once_on_its_device() -> None:
-    """A slot is written again only when the device has read it."""
+    """Reuse a slot only after the device has read it."""
     from mtrain.train.loop.prefetch import BatchPrefetcher, Ring
 
     done: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""What is recomputed within a budget fits by the plan and by the trace, costs hardly more than the
+"""Recomputation within a budget: it fits by the plan and by the trace, costs hardly more than the
 best of all ways, and changes no number.
 """
 
@@ -30,13 +30,13 @@ SLOWER = 1.02
 
 
 def run_of(name: str, cluster: str) -> RunConfig:
-    """The run of a case that recomputes nothing."""
+    """Return the run of a case that recomputes nothing."""
     words = f"{CASES[name]} data=mock cluster={cluster} parallel.recompute.granularity=none"
     return load(words.split(), BIG, {}, to_run=False).run
 
 
 def every_way(run: RunConfig) -> list[Way]:
-    """All that megatron-core can recompute, planned one by one."""
+    """Return every kind of recomputation that megatron-core has, planned one by one."""
     layers = recompute.most_layers(run)
     ways = [way(run, "none")]
     ways += [way(run, "selective", modules=some) for some in recompute.module_sets(run)]
@@ -47,7 +47,7 @@ def every_way(run: RunConfig) -> list[Way]:
 
 
 def rooms(ways: list[Way]) -> list[float]:
-    """Three budgets between the least and the most that any way needs."""
+    """Return three budgets between the least and the most that any way needs."""
     least = min(one.peak for one in ways)
     return [least + share * (ways[0].peak - least) for share in SHARES]
 
@@ -77,7 +77,7 @@ def test_recompute_budget_all_modules_are_not_the_cheapest(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", some(sorted(CASES), ["dense pp"]))
 def test_recompute_budget_fits_by_plan_and_trace(name: str) -> None:
-    """The program's own tensors, without what a process has beside them."""
+    """Compare the program's own tensors, without the other memory of a process."""
     run = run_of(name, "cpu")
     context = worst_stage(run).parts["context"]
     for room in rooms(every_way(run)):

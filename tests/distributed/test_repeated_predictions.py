@@ -44,7 +44,9 @@ def test_repeated_predictions_layout_equals_one_rank(name: str) -> None:
 
 
 def _gradients(**mtp: Any) -> tuple[int, dict[str, torch.Tensor]]:
-    """Parameters, and gradients of the first step from MTP layers that start alike."""
+    """Return the number of parameters, and the gradients of the first step from MTP layers that
+    start alike.
+    """
     run = tiny_run(model={**TWICE, **mtp})
 
     def job() -> tuple[int, dict[str, torch.Tensor]]:

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "norms computed again": ({}, SELECTIVE, 1),
     "layers computed again": ({}, FULL, 4),
     "side by side": ({"parallel_residual": True}, {}, 4),
-    "post-norms alone, as OLMo 2: the last norm of all reads a sum": (
+    "only post-norms, as OLMo 2: the last norm of all reads a sum": (
         {"norm_placement": "post"},
         {},
         1,
@@ -80,7 +80,7 @@ def _trained(
 
 
 def _apart(found: Any, right: Any) -> float:
-    """The largest relative difference of losses, gradient norms and gradients."""
+    """Return the largest relative difference of losses, gradient norms and gradients."""
     pairs = [
         (a, b) for x, y in zip(found[0], right[0], strict=True) for a, b in zip(x, y, strict=True)
     ]

@@ -119,7 +119,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ep2 low precision": {"ranks": 2, "ep": 2, "model": EXPERTS, **LOW_PRECISION},
     "dp2 no main weights": {"ranks": 2, **NO_MAIN},
     "dp2 moments in eight bits": {"ranks": 2, "distributed_optimizer": True, "optim": EIGHT},
-    "pp2 bf16 moments beside main weights": {"ranks": 2, "pp": 2, "dtype": "bf16", "optim": KEPT},
+    "pp2 bf16 moments with main weights": {"ranks": 2, "pp": 2, "dtype": "bf16", "optim": KEPT},
 }
 
 
@@ -130,7 +130,7 @@ def _steps(
 
 
 def _same(a: Path, b: Path) -> list[str]:
-    """Keys of tensors that differ in any bit between two checkpoints."""
+    """Return the keys of tensors that differ in any bit between two checkpoints."""
     left = whole_tensors(a)
     right = whole_tensors(b)
     assert left.keys() == right.keys()
@@ -156,7 +156,7 @@ ALWAYS = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
-    """Runs of `FIRST + MORE` steps, by the name of their layout."""
+    """Return runs of `FIRST + MORE` steps, by the name of their layout."""
     return Uninterrupted(tmp_path_factory.mktemp("whole"), FIRST, FIRST + MORE)
 
 

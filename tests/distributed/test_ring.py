@@ -37,7 +37,9 @@ def _inputs(cp: int) -> list[torch.Tensor]:
 
 
 def _attended(cp: int, options: dict[str, Any], waits: bool) -> list[torch.Tensor]:
-    """Output and gradients; `waits` for each exchange before anything is computed."""
+    """Return output and gradients; with `waits`, wait for each exchange before anything is
+    computed.
+    """
     from mtrain.mcore.layers import context
 
     (module,) = _modules(cp, options)
@@ -167,6 +169,8 @@ def _builds(packed: bool) -> list[tuple[int, int]]:
 def test_ring_tables_are_made_once_per_micro_batch(
     packed: bool, first: tuple[int, int], later: tuple[int, int]
 ) -> None:
-    """Packed: each of two blocks of keys has its mask, of the owners of queries and of keys."""
+    """Build masks once: packed, each of two blocks of keys has one, from the owners of queries and
+    of keys.
+    """
     for found in run_ranks(2, _builds, packed):
         assert found == [first, later, later]

@@ -28,7 +28,7 @@ RATE = 1e-3
 
 
 def rates(**optim: Any) -> list[float]:
-    """Rates of the updates 1 to STEPS."""
+    """Return the rates of the updates 1 to STEPS."""
     from mtrain.assembly.optim import build_schedule
 
     run = tiny_run(
@@ -45,7 +45,7 @@ def rates(**optim: Any) -> list[float]:
 
 
 def share(step: int) -> float:
-    """How much of the decay is over at an update."""
+    """Return the share of the decay that is over at an update."""
     return (step - WARMUP) / (STEPS - WARMUP)
 
 
@@ -112,7 +112,7 @@ def test_schedule_decay_may_end_early() -> None:
 
 
 def half(steps: int, counts: str = "updates", **precision: Any) -> RunConfig:
-    """An fp16 run with a warmup over all of its steps."""
+    """Return an fp16 run with a warmup over all of its steps."""
     optim = {"lr": RATE, "warmup_iters": 50, "decay_iters": 100, "schedule_counts": counts}
     trainer = {"train_iters": steps, "global_batch_size": 2}
     run = tiny_run(model={"num_layers": 1}, optim=optim, trainer=trainer, dtype="fp16")
@@ -122,8 +122,8 @@ def half(steps: int, counts: str = "updates", **precision: Any) -> RunConfig:
 def fitted(
     run: RunConfig, checkpoint: Path | None = None, folder: Path | None = None
 ) -> tuple[list[tuple[bool, float]], str]:
-    """Whether each update was made and at which rate, and the fault that ended the run; metrics go
-    to `folder`.
+    """Return, for each update, whether it was made and its rate, and the fault that ended the run;
+    metrics go to `folder`.
     """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
@@ -153,7 +153,7 @@ def fitted(
 
 
 def strictly(text: str) -> Any:
-    """JSON by its standard, which knows no NaN."""
+    """Parse standard JSON, which has no NaN."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")

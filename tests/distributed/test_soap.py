@@ -51,7 +51,9 @@ def _run(soap: dict[str, Any] | None = None, **keys: Any) -> Any:
 
 
 def _mix(optimizer: Any) -> None:
-    """The fault: fused weights are gathered as if their rows followed each other on each rank."""
+    """Seed a fault: fused weights are gathered as if their rows followed each other on each
+    rank.
+    """
     for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
         leaf.optimizer._rows = {}
 
@@ -133,7 +135,7 @@ def test_soap_split_blocks_rotate_by_themselves(
 
 
 def _as_it_stands() -> None:
-    """Rank 1 hands out updates of the matrices that it owns in their bases."""
+    """Seed a fault: rank 1 sends updates of the matrices that it owns in their bases."""
     from mtrain_kernels.optimizer import soap
 
     real = soap._turned
@@ -167,9 +169,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", RESUMED)
 def test_soap_resume_is_bitwise_and_reshards(name: str, tmp_path: Path) -> None:
-    """Saved behind the first step, which made bases, and gone on from over the step that follows
-    them.
-    """
+    """Save after the first step, which made bases, and continue past the step that uses them."""
     keys = RESUMED[name]
     run = _run(**keys)
     other = _run(**(keys | {"ranks": 1, "tp": 1, "distributed_optimizer": False}))
@@ -240,8 +240,8 @@ def test_soap_rank_keeps_and_multiplies_as_planned(name: str) -> None:
 
 
 def _planned(run: Any) -> Any:
-    """Multiplications and additions of products of the rank that has the most; with new bases, or
-    without.
+    """Return the multiplications and additions in products of the rank with the most; with new
+    bases, or without.
     """
     grid = RankGrid.of(run)
     how = update_of(run)

@@ -31,7 +31,8 @@ MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 
 
 def _of_transformers(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits, and the weight that they are made with, of Gemma 2's model in transformers.
+    """Return the logits, and the weight that they are made with, of Gemma 2's model in
+    transformers.
 
     Its decoder is given: it returns `hidden` as it is.
     """

@@ -1,5 +1,5 @@
-"""Sparse attention: beside a definition in fp64 and beside plain MLA, in layouts, and what is
-counted of it.
+"""Sparse attention: compared with a definition in fp64 and with plain MLA, in layouts, and its
+counts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ COEFFICIENT = 0.7
 
 
 def _layer(x: dict[str, Tensor], w: dict[str, Tensor], run: RunConfig) -> tuple[Tensor, Tensor]:
-    """Attention and the indexer's loss as the report of DeepSeek-V3.2 defines them, for one sample
-    [s, ...].
+    """Compute attention and the indexer's loss by the definitions of DeepSeek-V3.2's report, for
+    one sample [s, ...].
     """
     dsa = run.model.dsa
     mla = run.model.mla
@@ -76,8 +76,8 @@ def _layer(x: dict[str, Tensor], w: dict[str, Tensor], run: RunConfig) -> tuple[
 
 
 def _apart(run: RunConfig, fault: str) -> dict[str, float]:
-    """A job: the largest difference of each output and gradient of a layer, as a share of the
-    largest element.
+    """Return the largest difference of each output and gradient of a layer, as a share of the
+    largest element; a job for a rank.
     """
     from mtrain.assembly.model import build_model
     from mtrain.mcore import api
@@ -164,8 +164,8 @@ def test_sparse_attention_layer_equals_report(sparse: str) -> None:
 def _logits_and_gradients(
     run: RunConfig, given: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A job: of a model whose weights are `given` by their names; of an empty one they are added to
-    it.
+    """Return logits and gradients of a model whose weights are `given` by their names; if it is
+    empty, fill it with the model's own. A job for a rank.
     """
     from mtrain.assembly.model import build_model
     from mtrain.mcore.state.local_params import unwrap

@@ -71,7 +71,9 @@ def steps(run: RunConfig, lists: bool) -> list[tuple[float, float]]:
 
 
 def test_sparse_experts_kernels_follow_maps_as_megatron() -> None:
-    """Where tokens are dropped; megatron-core asks for what its release gives."""
+    """Compare with dropped tokens: our overrides give the results of megatron-core's own
+    operations.
+    """
     run = run_of("one rank")
     moe = {"moe": run.model.moe.model_copy(update={"expert_capacity_factor": 1.0})}  # type: ignore[union-attr]
     run = run.model_copy(update={"model": run.model.model_copy(update=moe)})
@@ -204,8 +206,8 @@ STEPS = {
     "maps": ["kernels=reference", "parallel=single", *MIXTRAL],
 }
 WAITS = {"experts, exchanged": {"rows that are exchanged": 2}}
-"""What waits for the device and why: an exchange has to know how many rows go where, once in each
-of two layers.
+"""Number of waits for the device, and their reason: an exchange has to know the destinations of
+rows, once in each of two layers.
 """
 
 

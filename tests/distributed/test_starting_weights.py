@@ -32,8 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def begun(run: Any, weights: Path, folder: Path) -> None:
-    """A job for `run_ranks`: the state of a new run with the weights of a checkpoint, before a step
-    and after.
+    """Save the state of a new run with the weights of a checkpoint, before a step and after; a job
+    for `run_ranks`.
     """
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint

@@ -1,6 +1,4 @@
-"""Runs that are asked to stop: from anywhere in the loop they save, and a resumed run misses
-nothing.
-"""
+"""Requests to stop: runs save wherever they are in the loop, and a resumed run misses nothing."""
 
 from __future__ import annotations
 
@@ -18,13 +16,15 @@ from tests.distributed.test_endings import End, small, train
 from tests.support.forked import run_ranks
 
 ASKED = {"start": (0, 0), "step": (3, 2), "evaluation": (2, 1), "save": (4, 2)}
-"""When one rank is asked to stop: the step that is saved, and the batches of the evaluation of step
-2 until then.
+"""Moments of a request on one rank: the step that is saved, and the batches of the evaluation of
+step 2 until then.
 """
 
 
 def _run() -> RunConfig:
-    """Five steps of one micro-batch, with an evaluation of two batches after each second one."""
+    """Return a run of five steps of one micro-batch, with an evaluation of two batches after every
+    second one.
+    """
     run = small(ranks=2, tp=2)
     batch = {"train_iters": 5, "eval_iters": 2, "global_batch_size": 2}
     return run.model_copy(
@@ -38,7 +38,7 @@ def _run() -> RunConfig:
 
 @pytest.mark.full
 def test_stops_save_and_resume_misses_nothing(tmp_path: Path) -> None:
-    """The metrics that are there in the end are those of a run that was never stopped."""
+    """Compare the final metrics with those of a run that was never stopped."""
     run = _run()
 
     def job() -> dict[str, tuple[End, int]]:

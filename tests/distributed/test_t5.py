@@ -66,7 +66,7 @@ def test_t5_layout_equals_one_rank(name: str, model: dict[str, Any]) -> None:
 
 @pytest.mark.full
 def test_t5_wrong_gradient_on_one_rank_is_found() -> None:
-    """The comparison can fail: one rank negates the gradient of one of its weights."""
+    """Show that the comparison can fail: one rank negates the gradient of one of its weights."""
     run = run_of(**LAYOUTS["tp2 sequence parallel"])
     found = run_ranks(2, lambda: train_steps(run, STEPS, flip_gradient_on=1))[0]
     apart = max(abs(a[0] - b[0]) for a, b in zip(found, trained(run_of(), STEPS), strict=True))
@@ -85,7 +85,7 @@ def test_t5_wrong_gradient_on_one_rank_is_found() -> None:
     ids=["full", "attention", "MLPs"],
 )
 def test_t5_recomputation_is_bitwise(recompute: RecomputeConfig) -> None:
-    """Biases by distance are shared by layers that each go backward by themselves."""
+    """Recompute layers that share biases by distance, although each has a backward of its own."""
     assert trained(run_of(recompute=recompute), STEPS) == trained(run_of(), STEPS)
 
 

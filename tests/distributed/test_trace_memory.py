@@ -1,4 +1,4 @@
-"""What a trace says of memory that is given back: no storage outlives what a step does with it."""
+"""Freed memory in a trace: no storage outlives its use in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AGAIN = "parallel=tp2sp model.num_layers=2 precision=bf16 parallel.recompute.gra
 
 
 def test_trace_memory_recomputed_tensors_are_freed() -> None:
-    """Behind each micro-batch there is as much as behind the one before it: no storage stays."""
+    """Expect as much memory after each micro-batch as after the one before it: no storage stays."""
     run = planned(f"{AGAIN} parallel.recompute.modules=[layernorm]")
     run = run.model_copy(
         update={"trainer": run.trainer.model_copy(update={"global_batch_size": 8})}
@@ -35,8 +35,8 @@ def test_trace_memory_recomputed_tensors_are_freed() -> None:
 
 @pytest.mark.full
 def test_trace_memory_two_traces_are_equal() -> None:
-    """With experts, of other numbers of layers: what the first one gathered of losses is not in the
-    second.
+    """Trace runs with experts and different numbers of layers: the second trace has no losses of
+    the first.
     """
     run = planned("model=mixtral_tiny parallel=ep2 model.num_layers=2 precision=bf16")
     other = planned("model=mixtral_tiny parallel=single model.num_layers=3")
@@ -51,8 +51,8 @@ def test_trace_memory_two_traces_are_equal() -> None:
 
 
 def test_trace_memory_overlapped_sends_are_kept() -> None:
-    """With virtual stages a send may still be reading it; the plan counts it and the
-    trace sees it.
+    """Keep memory that a send may still read, with virtual stages; the plan counts it and the trace
+    finds it.
     """
     run = planned("parallel=pp2vpp2 model.num_layers=8")
     stage = stage_memories(run)[0]
@@ -63,8 +63,8 @@ def test_trace_memory_overlapped_sends_are_kept() -> None:
 
 
 def test_trace_memory_product_and_view_share_storage() -> None:
-    """`_unsafe_view` has no alias in its schema, and is one; what is asked for again is as the
-    first time.
+    """Record `_unsafe_view`, an alias although its schema declares none; a repeated call gives the
+    same result as the first.
     """
     import torch
 

@@ -1,5 +1,5 @@
-"""Training on whole documents of `.bin/.idx`: a global batch computes in any split what its
-documents do alone.
+"""Training on whole documents of `.bin/.idx`: any split of a global batch computes the same as its
+documents one by one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(prefix: Path, window: int, average: str = "token", **more: Any) -> RunConfig:
-    """A step over all documents; with `window` 1 each is alone in a sample.
+    """Return a run of one step over all documents; with `window` 1 each has a sample of its own.
 
     The others are keys of `parallel`.
     """
@@ -79,7 +79,9 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def alone(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one rank computes of one document at a time, for each way to average."""
+    """Return a function that trains on one rank, one document at a time, for each way to
+    average.
+    """
     known: dict[str, tuple[float, dict[str, torch.Tensor]]] = {}
 
     def of(average: str) -> tuple[float, dict[str, torch.Tensor]]:

@@ -1,5 +1,5 @@
-"""Under the distributed optimizer updates are those of whole matrices at every rank: no layer-wise
-one is needed.
+"""Updates under the distributed optimizer: those of whole matrices on every rank, so that no
+layer-wise optimizer is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _made(name: str, folder: Path, *, spoil: Any = None, **keys: Any) -> dict[st
 
 
 def _turned(optimizer: Any) -> None:
-    """The fault: a rank orthogonalises the matrices that it owns not at all."""
+    """Seed a fault: a rank does not orthogonalise the matrices that it owns."""
     for leaf in optimizer.chained_optimizers:
         leaf.optimizer.computed = lambda group, params, given: given
 

@@ -52,7 +52,7 @@ def test_check_imports_no_torch(argv: list[str]) -> None:
 
 @pytest.mark.full
 def test_check_takes_under_a_second() -> None:
-    """In seconds of the CPU, which a busy machine disturbs least."""
+    """Measure CPU seconds, which a busy machine disturbs least."""
     spec = importlib.util.spec_from_file_location("check_time", ROOT / "benchmarks/check_time.py")
     assert spec is not None
     assert spec.loader is not None

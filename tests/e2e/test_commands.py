@@ -198,7 +198,7 @@ def test_command_prints_what_is_right(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def corpora(tmp_path: Path) -> Path:
-    """A folder with the corpora `a`, most of whose documents are long, and `b`, of short ones."""
+    """Write the corpora `a`, most of whose documents are long, and `b`, of short ones."""
     for name, lengths in (("a", [30_000] * 9 + [3000] * 3 + [20_000] * 4), ("b", range(20, 30))):
         with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
             for length in lengths:

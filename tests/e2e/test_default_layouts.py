@@ -29,7 +29,7 @@ def _values(home: Path, layout: str) -> list[tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step on one rank."""
+    """Return loss and gradient norm of each step on one rank."""
     return _values(tmp_path_factory.mktemp("single"), "single")
 
 

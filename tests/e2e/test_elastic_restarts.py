@@ -19,7 +19,7 @@ WORDS = (*SMALL, "cluster=cpu", "trainer.train_iters=40", "checkpoint.save_inter
 
 
 def _ranks(agent: int) -> list[psutil.Process]:
-    """The ranks that torchrun has started, in their order."""
+    """Return the ranks that torchrun has started, in their order."""
     return sorted(psutil.Process(agent).children(), key=lambda child: child.pid)
 
 

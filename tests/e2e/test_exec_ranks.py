@@ -1,5 +1,5 @@
-"""On a device that does not survive a fork, the launcher makes no call of its driver and ranks are
-executed.
+"""Ranks on a device that does not survive a fork: they are executed, and the launcher makes no call
+of the device's driver.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class OnDriver:
         return said
 
     def users(self) -> set[int]:
-        """The processes that called the driver."""
+        """Return the processes that called the driver."""
         return {int(line.split()[0]) for line in self.log.read_text().splitlines()}
 
     def assert_ranks_alone_used_it(self, ranks: int) -> None:
-        """The launcher made no call, and as many processes as ranks made some, none of which had
-        refused to work.
+        """Assert that as many processes as ranks called the driver, none of which had refused to
+        work, and not the launcher.
         """
         assert self.launcher not in self.users()
         assert len(self.users()) == ranks
@@ -80,7 +80,7 @@ class OnDriver:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> OnDriver:
-    """A run on the stand-in, on a corpus with a tokenizer that the launcher trains."""
+    """Train on the stand-in, on a corpus with a tokenizer that the launcher trains."""
     command = OnDriver(tmp_path_factory.mktemp("driver"))
     said = command(
         *SMALL, *ON_GPUS, *ALONE, "data=stdlib", "model.vocab_size=4096", "data.limit_mib=1"

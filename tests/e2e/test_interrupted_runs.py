@@ -35,7 +35,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody disturbed."""
+    """Return the folder of a run without interruptions."""
     home = tmp_path_factory.mktemp("whole")
     done = mtrain(*RUN, cwd=home)
     assert done.returncode == 0, done.stderr
@@ -43,8 +43,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _shards(run: Path) -> dict[str, str]:
-    """Hashes of what each rank saved after the last step: weights, moments and random
-    generators.
+    """Return the hashes of everything that each rank saved after the last step: weights, moments
+    and random generators.
     """
     manifest = json.loads((run / f"checkpoints/step_{STEPS:08d}/manifest.json").read_text())
     files = {

@@ -35,8 +35,8 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a Hugging Face folder `hf`, the run `mine` that was imported from it, texts and
-    chats.
+    """Return a folder with a Hugging Face folder `hf`, the run `mine` that was imported from it,
+    texts and chats.
     """
     import transformers.models.llama.modeling_llama  # noqa: F401  # once for all forks
 
@@ -74,7 +74,7 @@ def copied(home: Path, name: str) -> str:
 
 
 def tokens_of_text(home: Path) -> np.ndarray:
-    """The tokens of the corpus that was made of `text` last."""
+    """Return the tokens of the newest corpus made of `text`."""
     made = max((home / "cache").glob("text-*/tokens.idx"), key=lambda file: file.stat().st_mtime_ns)
     return np.asarray(IndexedDataset(made.with_suffix("")).tokens[:])
 
@@ -213,7 +213,7 @@ def test_model_tokenizer_unread_is_not_replaced(home: Path) -> None:
 
 
 def loaded(folder: Path) -> dict[str, object]:
-    """What transformers reads of a tokenizer's folder."""
+    """Return the facts that transformers reads from a tokenizer's folder."""
 
     def read() -> dict[str, object]:
         from transformers import AutoTokenizer

@@ -60,8 +60,8 @@ def test_multirun_stop_ends_run_and_sweep(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_multirun_imports_torch_once(tmp_path: Path) -> None:
-    """An import hook writes down each process that looks for torch; runs are forked from the one
-    that has.
+    """Record each process that imports torch with an import hook; runs are forked from the one that
+    has it.
     """
     code = (
         "import os, sys\n"

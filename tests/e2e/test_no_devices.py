@@ -20,7 +20,7 @@ say how many.
 
 
 def ended(home: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command that has ended; none of them may leave anything behind."""
+    """Run a command to its end and require that it leaves nothing behind."""
     done = subprocess.run(
         command(*words),
         env={**environment(), **variables},

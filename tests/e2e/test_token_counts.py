@@ -1,6 +1,4 @@
-"""What a run reports of its tokens and evaluations, as a user's shell sees it: padding counts
-nowhere.
-"""
+"""Reported tokens and evaluations of a run in a user's shell: padding never counts."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def of_chats(home: Path, length: int, batch: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def short(home: Path) -> tuple[list[dict[str, Any]], str]:
-    """The metrics of a run with little padding, and its output."""
+    """Return the metrics of a run with little padding, and its output."""
     done = mtrain(*of_chats(home, 72, 3), cwd=home)
     assert done.returncode == 0, done.stderr
     return metrics(home / "runs/chats_72_3"), done.stdout
@@ -106,7 +104,7 @@ def test_token_counts_metrics_lines_have_timestamps(
 def test_token_counts_small_split_counts_each_sample_once(
     home: Path, short: tuple[list[dict[str, Any]], str]
 ) -> None:
-    """Of two samples, asked for by three, by four, and by `evaluate`."""
+    """Count two samples, requested by batches of three and four, and by `evaluate`."""
     done = mtrain(*of_chats(home, 72, 4), cwd=home)
     assert done.returncode == 0, done.stderr
     found = [short[0][-1], metrics(home / "runs/chats_72_4")[-1]]
@@ -125,7 +123,9 @@ def test_token_counts_small_split_counts_each_sample_once(
 
 @pytest.mark.full
 def test_token_counts_longer_samples_keep_gradient(tmp_path: Path) -> None:
-    """`eod_mask_loss` and packing leave predictions out, and tokens of the balancing loss stay."""
+    """Mask predictions by `eod_mask_loss` and packing, but keep their tokens in the balancing
+    loss.
+    """
     documents = [
         {"text": "".join(random.Random(i).choices("abc ", k=20 + i % 7))} for i in range(24)
     ]

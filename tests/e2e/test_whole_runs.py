@@ -21,7 +21,7 @@ WORDS = [w for w in SMALL if not w.startswith(("data=", "model.vocab"))]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus of a user's own."""
+    """Return a folder with a corpus of a user's own."""
     home = tmp_path_factory.mktemp("home with a space")
     dice = random.Random(0)
     names = ["alpha", "beta", "gamma", "delta", "return", "import", "self", "print"]
@@ -52,7 +52,7 @@ def text_words(home: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
-    """A finished run."""
+    """Return a finished run."""
     done = mtrain(*text_words(home), "log.name=run", cwd=home)
     assert done.returncode == 0, done.stderr
     for said in ("unigram entropy", "final validation loss", "saved", "sample from step_00000012"):

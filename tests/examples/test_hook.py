@@ -30,7 +30,7 @@ RUN = (
 
 
 def installed(home: Path) -> Callable[[], None]:
-    """A patch that puts the example where pip would, with its metadata, onto the path."""
+    """Return a patch that puts the example where pip would, with its metadata, onto the path."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     site = home / "site"
     info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
@@ -47,19 +47,19 @@ def installed(home: Path) -> Callable[[], None]:
 
 
 def best(home: Path) -> dict[str, object]:
-    """What the hook wrote."""
+    """Read the file that the hook wrote."""
     found: dict[str, object] = json.loads((home / "runs/run/best.json").read_text())
     return found
 
 
 def losses(home: Path) -> dict[int, float]:
-    """Validation losses by step."""
+    """Return the validation losses by step."""
     lines = (home / "runs/run/metrics.jsonl").read_text().splitlines()
     return {r["step"]: r["valid_loss"] for r in map(json.loads, lines) if "valid_loss" in r}
 
 
 def states(home: Path, step: int) -> dict[str, object]:
-    """States of hooks in a checkpoint."""
+    """Return the states of hooks in a checkpoint."""
     manifest = home / f"runs/run/checkpoints/step_{step:08d}/manifest.json"
     found: dict[str, object] = json.loads(manifest.read_text())["state"]["hooks"]
     return found

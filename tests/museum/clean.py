@@ -44,7 +44,7 @@ COMMUNICATIONS = ("p2p", "a2a", "all_gather")
 
 
 def drawn(count: int, seed: int) -> list[str]:
-    """So many command lines whose layouts keep every rule, the same for the same seed."""
+    """Return `count` command lines whose layouts break no rule, the same for the same seed."""
     draw = random.Random(seed)
     found = []
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""What an exhibit is, and how one is shown to `prove`."""
+"""Exhibits: known bugs, and their proofs by `prove`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Exhibit:
     layout: str
     """The command line that it is proven with."""
     does: str
-    """What it does to the numbers."""
+    """Effect on the numbers."""
     fault: Callable[[], None]
     """Brings it back in this process."""
     named: str
-    """What the module must be called: a regular expression of all of it."""
+    """Regular expression that the whole name of the blamed module must match."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `prove` says of an exhibit."""
+    """Verdict of `prove` on an exhibit."""
 
     found: bool
     module: str
-    """Where it says to look; empty if it names nothing."""
+    """Module that it blames; empty if it names nothing."""
     said: str
     named: bool
     seconds: float
@@ -46,7 +46,7 @@ class Verdict:
 
 @contextmanager
 def seeded(fault: Callable[[], None]) -> Iterator[None]:
-    """Every rank that is started has the fault; this process does not."""
+    """Give every rank that is started the fault, but not this process."""
     kept = {name: jobs.JOBS[name] for name in ("observe", "observe_masks")}
 
     def faulty(real: Callable[..., None]) -> Callable[..., None]:
@@ -77,8 +77,8 @@ def show(exhibit: Exhibit) -> Verdict:
 
 
 def judged(words: str) -> tuple[bool, str, str]:
-    """Whether a layout is not what one rank computes, the module that is named, and what is said of
-    it.
+    """Return whether a layout differs from one rank, the module that is blamed, and the verdict in
+    words.
     """
     argv = words.split()
     full = load(argv).run
@@ -126,12 +126,12 @@ def unwrap(module: str, name: str) -> None:
 
 
 def without(name: str, method: str) -> Any:
-    """A fault that takes one of mtrain's patches off a method."""
+    """Return a fault that takes one of mtrain's patches off a method."""
     return lambda: unwrap(name, method)
 
 
 def owner(module: str) -> Any:
-    """A module, or a class in it after a colon."""
+    """Return a module, or a class in it after a colon."""
     name, _, inside = module.partition(":")
     found = importlib.import_module(name)
     return getattr(found, inside) if inside else found

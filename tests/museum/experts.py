@@ -17,7 +17,7 @@ BIASED = (
 
 
 def router_not_summed() -> None:
-    """The router's weight is not marked as seeing a part of the sequence."""
+    """Leave the router's weight unmarked as one that receives a part of the sequence."""
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -27,14 +27,14 @@ def router_not_summed() -> None:
 
 
 def experts_divided_by_ep() -> None:
-    """Gradients of experts are divided by the expert-parallel ranks."""
+    """Divide gradients of experts by the expert-parallel ranks."""
     scaled(
         "expert_parallel_bucket_groups", lambda: 1 / ranks().get_expert_model_parallel_world_size()
     )
 
 
 def norm_without_experts() -> None:
-    """The norm leaves experts out on all but the first tensor-parallel rank."""
+    """Leave experts out of the norm on all but the first tensor-parallel rank."""
 
     def keeps(real: Any, param: Any, tp_group: Any = None) -> bool:
         expert = not getattr(param, "allreduce", True)
@@ -46,7 +46,7 @@ def norm_without_experts() -> None:
 
 
 def bias_of_one_rank() -> None:
-    """Each rank updates the router's bias by the tokens that it sees."""
+    """Update the router's bias on each rank by that rank's own tokens."""
 
     def updated(real: Any, tokens: torch.Tensor, bias: torch.Tensor, rate: float) -> torch.Tensor:
         offset = tokens.sum(dim=-1, keepdim=True) / tokens.shape[-1] - tokens
@@ -56,14 +56,14 @@ def bias_of_one_rank() -> None:
 
 
 def balancing_loss_not_scaled() -> None:
-    """The balancing loss counts a rank's part of the tokens for all."""
+    """Count a rank's part of the tokens for all in the balancing loss."""
     scaler = owner(f"{CORE}transformer.moe.moe_utils").MoEAuxLossAutoScaler
     real = scaler.apply
     scaler.apply = lambda output, loss: real(output, loss / dist.get_world_size())
 
 
 def experts_as_dense() -> None:
-    """Experts count as dense weights although they are sharded otherwise."""
+    """Count experts as dense weights although they are sharded differently."""
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -74,7 +74,9 @@ def experts_as_dense() -> None:
 
 
 def router_losses_of_rank() -> None:
-    """Balancing losses weigh the tokens of a rank, as if nothing of megatron-core's were mended."""
+    """Weigh a rank's own tokens in the balancing losses, as megatron-core does without our
+    patches.
+    """
     patching = owner("mtrain.mcore.patches.experts")
     if hasattr(owner(ROUTER).attach_and_log_load_balancing_loss, "__wrapped__"):
         unwrap(ROUTER, "attach_and_log_load_balancing_loss")  # of sequences

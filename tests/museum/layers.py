@@ -19,7 +19,7 @@ CONTEXT = "mtrain.mcore.layers.context"
 
 
 def squares_left_out() -> None:
-    """A norm over all heads takes the squares of a rank's own."""
+    """Take only a rank's own squares in a norm over all heads."""
     replace(
         "mtrain.mcore.layers.portable",
         "reduce_from_tensor_model_parallel_region",
@@ -28,7 +28,7 @@ def squares_left_out() -> None:
 
 
 def windows_counted_from_stage() -> None:
-    """Which layers have windows is counted from the stage's first."""
+    """Count the layers with windows from the stage's first layer."""
     stage = ranks().get_pipeline_model_parallel_rank
     wrap(
         "mtrain.mcore.layers.decoder_layer",
@@ -38,7 +38,7 @@ def windows_counted_from_stage() -> None:
 
 
 def stage_off_by_one() -> None:
-    """The second stage numbers its layers one too high."""
+    """Number the layers of the second stage one too high."""
     late = ranks().get_pipeline_model_parallel_rank
     wrap(
         f"{CORE}transformer.transformer_layer",
@@ -48,7 +48,7 @@ def stage_off_by_one() -> None:
 
 
 def positions_shifted() -> None:
-    """Rotary positions of a rank's part of the sequence are one off."""
+    """Shift the rotary positions of a rank's part of the sequence by one."""
     wrap(
         f"{CORE}models.common.embeddings.rotary_pos_embedding",
         "get_pos_emb_on_this_cp_rank",
@@ -57,7 +57,7 @@ def positions_shifted() -> None:
 
 
 def positions_of_rank() -> None:
-    """Every rank of the context takes the rotary positions from 0."""
+    """Take the rotary positions from 0 on every rank of the context."""
     replace(
         f"{CORE}models.common.embeddings.rotary_pos_embedding",
         "get_pos_emb_on_this_cp_rank",
@@ -66,7 +66,7 @@ def positions_of_rank() -> None:
 
 
 def shared_expert_twice() -> None:
-    """The shared expert is added twice where there are several ranks."""
+    """Add the shared expert twice if there are several ranks."""
     wrap(
         f"{CORE}transformer.moe.shared_experts:SharedExpertMLP",
         "forward",
@@ -75,7 +75,7 @@ def shared_expert_twice() -> None:
 
 
 def mask_of_own_positions() -> None:
-    """The causal mask of a ring counts the keys of another rank from its own first."""
+    """Count the keys of another rank from its own first in the causal mask of a ring."""
 
     def places(real: Any, self: Any, *args: Any) -> torch.Tensor:
         found = real(self, *args)
@@ -85,7 +85,7 @@ def mask_of_own_positions() -> None:
 
 
 def keys_not_reordered() -> None:
-    """Keys that were gathered stay in the order of ranks, not of the sequence."""
+    """Leave gathered keys in the order of ranks, not of the sequence."""
 
     def gathered(real: Any, self: Any, key: Any, value: Any, positions: torch.Tensor) -> Any:
         return real(self, key, value, torch.arange(positions.numel()).view_as(positions))
@@ -94,7 +94,7 @@ def keys_not_reordered() -> None:
 
 
 def sinks_of_first_heads() -> None:
-    """Every rank of an exchange takes the sinks of the first heads."""
+    """Take the sinks of the first heads on every rank of an exchange."""
 
     def heads(real: Any, self: Any, count: int) -> slice:
         return slice(0, count // self.inner_size)
@@ -103,7 +103,7 @@ def sinks_of_first_heads() -> None:
 
 
 def bias_added_by_each_rank() -> None:
-    """The bias after a row-parallel product is added on every tensor-parallel rank."""
+    """Add the bias after a row-parallel product on every tensor-parallel rank."""
 
     def forward(real: Any, self: Any, x: Any, *args: Any, **more: Any) -> Any:
         output, bias = real(self, x, *args, **more)
@@ -114,7 +114,7 @@ def bias_added_by_each_rank() -> None:
 
 
 def rows_not_summed() -> None:
-    """An all-reduce sums a contiguous copy of activations and gives back what it was handed."""
+    """Sum a contiguous copy of activations in an all-reduce, and return the unsummed input."""
 
     def reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
         summed = tensor.clone() if tensor.dim() > 2 else tensor
@@ -126,7 +126,7 @@ def rows_not_summed() -> None:
 
 
 def other_heads_left_out() -> None:
-    """MLA's shared key positions keep the gradient of a rank's own heads."""
+    """Keep only a rank's own heads in the gradient of MLA's shared key positions."""
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -137,7 +137,7 @@ def other_heads_left_out() -> None:
 
 
 def stale_activation() -> None:
-    """A stage is sent a buffer that the next micro-batch has written to: it sees half of it."""
+    """Send a stage a buffer that the next micro-batch has half overwritten."""
 
     def send(real: Any, self: Any, *, tensor_send_next: Any, **more: Any) -> Any:
         if tensor_send_next is not None:
@@ -149,7 +149,7 @@ def stale_activation() -> None:
 
 
 def gradient_of_stage_scaled() -> None:
-    """The gradient that a stage sends back is divided by the stages."""
+    """Divide the gradient that a stage sends back by the number of stages."""
 
     def send(real: Any, self: Any, *, tensor_send_prev: Any, **more: Any) -> Any:
         if tensor_send_prev is not None:
@@ -160,7 +160,7 @@ def gradient_of_stage_scaled() -> None:
 
 
 def rolled_within_rank() -> None:
-    """Labels of multi-token prediction are rolled within a rank's part of the sequence."""
+    """Roll the labels of multi-token prediction within a rank's part of the sequence."""
 
     def roll(
         real: Any, tensor: Any, shifts: int = -1, dims: int = -1, cp_group: Any = None, **more: Any
@@ -175,7 +175,7 @@ def rolled_within_rank() -> None:
 
 
 def probabilities_of_first_choice() -> None:
-    """Experts on other ranks are weighed as if each were equally probable."""
+    """Weigh experts on other ranks as if each were equally probable."""
 
     def dispatch(real: Any, self: Any, hidden: Any, routing_map: Any, probs: torch.Tensor) -> Any:
         if self.ep_size > 1:
@@ -194,7 +194,7 @@ def probabilities_of_first_choice() -> None:
 
 
 def vocabulary_of_rank() -> None:
-    """Padding of the vocabulary counts in the softmax of the last rank."""
+    """Count the padding of the vocabulary in the softmax of the last rank."""
 
     def loss(real: Any, *args: Any, vocab_size: Any = None, group: Any = None, **more: Any) -> Any:
         return real(*args, vocab_size=vocab_size if group is None else None, group=group, **more)
@@ -203,7 +203,7 @@ def vocabulary_of_rank() -> None:
 
 
 def adapter_not_added() -> None:
-    """Adapters of row-parallel layers do nothing where those are sharded."""
+    """Disable adapters of row-parallel layers that are sharded."""
 
     def spread(real: Any, b: torch.Tensor, one_hot: Any) -> torch.Tensor:
         found = real(b, one_hot)

@@ -14,7 +14,7 @@ LEARNED = "model.position_embedding_type=learned_absolute"
 
 
 def merged(bounds: torch.Tensor) -> torch.Tensor:
-    """The first two documents as one."""
+    """Merge the first two documents."""
     return bounds if len(bounds) < 3 else torch.cat([bounds[:1], bounds[2:]])
 
 
@@ -36,12 +36,12 @@ def _boundaries(
 
 
 def middle_stage_without_boundaries() -> None:
-    """A stage in between is not told where documents begin."""
+    """Hide the boundaries of documents from a middle stage."""
     _boundaries(lambda bounds: None, lambda: ranks().get_pipeline_model_parallel_rank() == 1)
 
 
 def leaked_attention() -> None:
-    """One rank's attention sees the document before."""
+    """Let one rank's attention read the document before."""
     _boundaries(merged, lambda: torch.distributed.get_rank() == 1)
 
 
@@ -56,22 +56,22 @@ def _packed_otherwise(change: Callable[[dict[str, torch.Tensor]], None]) -> None
 
 
 def positions_begin_at_1() -> None:
-    """Positions of the data begin at 1."""
+    """Begin the positions of the data at 1."""
     _packed_otherwise(lambda packed: packed.update(position_ids=packed["position_ids"] + 1))
 
 
 def end_counted() -> None:
-    """A loss counts for what follows the end of a document."""
+    """Count a loss for the token after the end of a document."""
     _packed_otherwise(lambda packed: packed.update(loss_mask=torch.ones_like(packed["loss_mask"])))
 
 
 def one_boundary_less() -> None:
-    """Two documents of the data are not told apart."""
+    """Merge two documents of the data."""
     _packed_otherwise(lambda packed: packed.update(cu_seqlens=merged(packed["cu_seqlens"])))
 
 
 def rotary_positions_go_on() -> None:
-    """Rotary positions go on from document to document."""
+    """Continue rotary positions from document to document."""
     wrap(
         f"{CORE}transformer.attention",
         "apply_rotary_pos_emb",
@@ -80,7 +80,7 @@ def rotary_positions_go_on() -> None:
 
 
 def token_counted_twice() -> None:
-    """A token counts twice on the second rank of the context."""
+    """Count a token twice on the second rank of the context."""
 
     def part(real: Any, batch: Any, world: Any) -> Any:
         found = dict(real(batch, world))
@@ -129,7 +129,7 @@ EXHIBITS = (
         LOSS,
     ),
     Exhibit(
-        "documents not told apart",
+        "two documents of the data merged",
         "packed data",
         "data.packed=true",
         "documents see each other",

@@ -16,12 +16,12 @@ SHARDED = f"{CORE}distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 
 
 def step_lost() -> None:
-    """Adam begins to count anew at a resume."""
+    """Restart Adam's step count at a resume."""
     wrap(STATE, "set_step", lambda real, optimizer, step: real(optimizer, 0))
 
 
 def moments_lost() -> None:
-    """Moments are zero after a resume."""
+    """Zero the first moments after a resume."""
 
     def load(real: Any, checkpoint: Any, world: Any, state: Any, **more: Any) -> Any:
         done = real(checkpoint, world, state, **more)
@@ -36,7 +36,7 @@ def moments_lost() -> None:
 
 
 def moments_of_other_rank() -> None:
-    """Each rank reads the second moments of its neighbour's range."""
+    """Read the second moments of the neighbour's range on each rank."""
 
     def load(real: Any, checkpoint: Any, world: Any, state: Any, **more: Any) -> Any:
         done = real(checkpoint, world, state, **more)
@@ -62,17 +62,17 @@ def _forgotten(change: Callable[[Any], None]) -> None:
 
 
 def data_from_the_start() -> None:
-    """The samples begin anew."""
+    """Begin the samples anew."""
     _forgotten(lambda state: setattr(state, "consumed_samples", 0))
 
 
 def rates_from_the_start() -> None:
-    """The learning rate warms up again."""
+    """Warm the learning rate up again."""
     _forgotten(lambda state: setattr(state.schedule, "num_steps", 0))
 
 
 def weights_of_start() -> None:
-    """What is loaded is not what is optimized: the first update writes over it."""
+    """Load weights that are not the optimized ones: the first update overwrites them."""
 
     def load(state: Any) -> None:
         for chunk in state.chunks:
@@ -84,7 +84,7 @@ def weights_of_start() -> None:
 
 
 def stale_gather() -> None:
-    """Weights of other ranks' ranges stay as they were before the update."""
+    """Leave the weights of other ranks' ranges as they were before the update."""
 
     def sync(real: Any, self: Any, *args: Any, **more: Any) -> Any:
         kept = [bucket.param_data.clone() for bucket in self.buckets]
@@ -107,7 +107,7 @@ def stale_gather() -> None:
 
 
 def unreduced() -> None:
-    """Every fifth gradient that should be summed over ranks stays this rank's own."""
+    """Leave every fifth gradient that should be summed over ranks unsummed."""
     calls = [0]
 
     def reduce(
@@ -132,9 +132,7 @@ def unreduced() -> None:
 
 
 def main_weights_not_made() -> None:
-    """What is loaded does not reach the main weights that FSDP keeps apart: it is gone after the
-    first update.
-    """
+    """Load weights without FSDP's separate main weights: the first update discards them."""
     replace("mtrain.mcore.state.sharding", "make_main_weights", lambda chunks: None)
 
 

@@ -21,12 +21,12 @@ OVERLAPPED = "parallel.distributed_optimizer=true parallel.overlap_grad_reduce=t
 
 
 def ranks() -> Any:
-    """megatron-core's groups."""
+    """Return megatron-core's groups."""
     return owner(f"{CORE}parallel_state")
 
 
 def wrong_sign() -> None:
-    """One rank's gradient of a projection has the other sign."""
+    """Negate one rank's gradient of a projection."""
 
     def build(real: Any, run: Any, world: Any, **more: Any) -> Any:
         chunks = real(run, world, **more)
@@ -40,12 +40,12 @@ def wrong_sign() -> None:
 
 
 def norms_not_summed() -> None:
-    """Gradients of norms stay those of a rank's own part of the sequence."""
+    """Leave gradients of norms unsummed over the ranks' parts of the sequence."""
     replace(FINALIZE, "_allreduce_non_tensor_model_parallel_grads", lambda *args, **kwargs: None)
 
 
 def query_norms_not_summed() -> None:
-    """Norms of queries and keys keep the gradient of a rank's own heads."""
+    """Keep only a rank's own heads in the gradient of norms of queries and keys."""
 
     def reduce(real: Any, model: Any, config: Any, *args: Any) -> None:
         kept = config.qk_layernorm
@@ -57,7 +57,7 @@ def query_norms_not_summed() -> None:
 
 
 def tied_not_summed() -> None:
-    """Stages that share an embedding do not add up its gradient."""
+    """Leave the gradient of an embedding unsummed over the stages that share it."""
     replace(FINALIZE, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None)
 
 
@@ -72,14 +72,12 @@ def tied_summed_twice() -> None:
 
 
 def tied_counted_twice_in_norm() -> None:
-    """The last stage's copy of a tied embedding counts in the norm as well."""
+    """Count the last stage's copy of a tied embedding in the norm as well."""
     replace(f"{CORE}optimizer.optimizer", "param_is_not_shared", lambda param: True)
 
 
 def _tokens(group: Any) -> None:
-    """The count of tokens is summed over another group than all data- and
-    context-parallel ranks.
-    """
+    """Sum the count of tokens over another group than all data- and context-parallel ranks."""
 
     def finalize(real: Any, model: Any, num_tokens: Any = None, *args: Any, **more: Any) -> None:
         total = dist.all_reduce
@@ -105,19 +103,17 @@ def _tokens(group: Any) -> None:
 
 
 def tokens_of_one_rank() -> None:
-    """Gradients are divided by the tokens of a rank."""
+    """Divide gradients by the tokens of one rank."""
     _tokens(lambda: None)
 
 
 def tokens_without_context() -> None:
-    """Gradients are divided by the tokens of the data-parallel ranks without those of
-    the context.
-    """
+    """Divide gradients by the tokens of the data-parallel ranks without those of the context."""
     _tokens(lambda: ranks().get_data_parallel_group())
 
 
 def mean_of_means() -> None:
-    """Each micro-batch is divided by its own tokens."""
+    """Divide each micro-batch by its own tokens."""
 
     def summed(real: Any, objective: Any, batch: Any, output: torch.Tensor) -> Any:
         loss, count, report = real(objective, batch, output)
@@ -127,7 +123,7 @@ def mean_of_means() -> None:
 
 
 def loss_divided_twice() -> None:
-    """The loss is divided by the number of micro-batches on top of the tokens."""
+    """Divide the loss by the number of micro-batches on top of the tokens."""
 
     def summed(real: Any, objective: Any, batch: Any, output: torch.Tensor) -> Any:
         loss, count, report = real(objective, batch, output)
@@ -141,7 +137,7 @@ def loss_divided_twice() -> None:
 
 
 def reported_loss_of_rank() -> None:
-    """The loss that is reported leaves the other ranks of the context out."""
+    """Leave the other ranks of the context out of the reported loss."""
 
     def summed(real: Any, world: Any, table: Any, reports: Any, own: Any) -> Any:
         weights = torch.ones_like(reports[0]) if reports else None
@@ -154,7 +150,7 @@ def reported_loss_of_rank() -> None:
 
 
 def scaled(of: str, factor: Any) -> None:
-    """Buckets of these groups are multiplied by another factor before ranks add them up."""
+    """Multiply buckets of these groups by another factor before ranks sum them."""
 
     def made(real: Any, self: Any, *args: Any, **more: Any) -> None:
         real(self, *args, **more)
@@ -166,7 +162,7 @@ def scaled(of: str, factor: Any) -> None:
 
 
 def averaged_and_divided() -> None:
-    """Gradients are averaged over data-parallel ranks and divided by all tokens."""
+    """Average gradients over data-parallel ranks, and divide them by all tokens."""
     scaled(
         "bucket_groups",
         lambda: 1 / ranks().get_data_parallel_world_size(with_context_parallel=True),
@@ -174,7 +170,7 @@ def averaged_and_divided() -> None:
 
 
 def context_left_out() -> None:
-    """Gradients are summed over data-parallel ranks, not over those of the context."""
+    """Sum gradients over data-parallel ranks, but not over those of the context."""
 
     def sync(real: Any, self: Any, *args: Any, **more: Any) -> Any:
         kept = [bucket.grad_data.clone() for bucket in self.buckets]
@@ -190,7 +186,7 @@ def context_left_out() -> None:
 
 
 def only_first_bucket() -> None:
-    """A bucket that was reduced with an earlier micro-batch is not reduced again."""
+    """Skip the reduction of a bucket that was reduced with an earlier micro-batch."""
     done: set[int] = set()
 
     def sync(real: Any, self: Any, *args: Any, **more: Any) -> Any:
@@ -211,7 +207,7 @@ def only_first_bucket() -> None:
 
 
 def _streams(axes: tuple[str, ...]) -> None:
-    """Random streams follow the seed and these coordinates alone."""
+    """Seed random streams by the seed and these coordinates only."""
 
     def seeded(
         real: Any, seed: int, step: int, name: str, coords: Any, own: tuple[str, ...]
@@ -222,17 +218,19 @@ def _streams(axes: tuple[str, ...]) -> None:
 
 
 def dropout_alike_over_dp() -> None:
-    """Data-parallel ranks draw the same dropout."""
+    """Draw the same dropout on data-parallel ranks."""
     _streams(("pp", "cp", "tp"))
 
 
 def dropout_alike_over_tp() -> None:
-    """Tensor-parallel ranks draw the same dropout for their heads."""
+    """Draw the same dropout for the heads of all tensor-parallel ranks."""
     _streams(("pp", "dp", "cp"))
 
 
 def dropout_of_copies_differs() -> None:
-    """Tensor-parallel ranks draw other dropout for the residual stream that each holds whole."""
+    """Draw different dropout on tensor-parallel ranks for the residual stream that each holds
+    whole.
+    """
 
     def seeded(
         real: Any, seed: int, step: int, name: str, coords: Any, own: tuple[str, ...]
@@ -243,14 +241,12 @@ def dropout_of_copies_differs() -> None:
 
 
 def adapters_drop_features_alike() -> None:
-    """Tensor-parallel ranks draw the same dropout for the features that each has of an adapter's
-    input.
-    """
+    """Draw the same dropout on tensor-parallel ranks for their features of an adapter's input."""
     replace("mtrain.mcore.layers.low_rank:_LowRankRow", "_inputs_differ", lambda self: False)
 
 
 def norm_of_stage() -> None:
-    """Every pipeline stage clips by the norm of its own weights."""
+    """Clip by the norm of a pipeline stage's own weights."""
 
     def group(real: Any, self: Any) -> Any:
         return ranks().get_tensor_model_parallel_group()
@@ -259,7 +255,7 @@ def norm_of_stage() -> None:
 
 
 def norm_counts_copies() -> None:
-    """Weights that every tensor-parallel rank holds count once for each of them in the norm."""
+    """Count weights that every tensor-parallel rank holds once for each of them in the norm."""
     replace(
         f"{CORE}tensor_parallel",
         "param_is_not_tensor_parallel_duplicate",

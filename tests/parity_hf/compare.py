@@ -44,10 +44,10 @@ COMMON = (
     "optim.eps=1e-4",
 )
 UNTAUGHT = ".indexer."
-"""In the names of weights that transformers does not train."""
+"""Part of the names of weights that transformers does not train."""
 LEARNS_LITTLE = ("model.dsa.indexer_loss_coeff=1e-12",)
 CHANGES_NUMBERS = ("not supported", "unknown")
-"""Why a key that was left out makes another model."""
+"""Reasons for leaving out a key without which the model is another one."""
 
 
 @dataclass
@@ -65,12 +65,12 @@ class Case:
 
 @dataclass
 class Result:
-    """What a comparison found."""
+    """Result of a comparison."""
 
     refused: list[str] = field(default_factory=list)
     """Keys that the import names because it cannot take them over; then nothing is compared."""
     problems: list[str] = field(default_factory=list)
-    """What the import or the rules say of our keys; then nothing is compared."""
+    """Problems of the import, or findings of rules on our keys; then nothing is compared."""
     errors: dict[str, tuple[float, str]] = field(default_factory=dict)
     """Largest relative error of each quantity, and where."""
     text: tuple[list[int], list[int]] = ((), ())  # type: ignore[assignment]
@@ -103,18 +103,18 @@ class Windows:
         return len(self.windows)
 
     def batch(self, numbers: np.ndarray) -> np.ndarray:
-        """int64 [n, length + 1]."""
+        """Return windows, int64 [n, length + 1]."""
         return self.windows[numbers]
 
     def step(self, number: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels [batch, length] of a step."""
+        """Return the tokens and labels [batch, length] of a step."""
         drawn = torch.from_numpy(self.windows[number * BATCH : (number + 1) * BATCH])
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def imported(case: Case, values: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The run that the import makes of a `config.json` with these values, and the keys that it
-    refuses.
+    """Return the run that the import makes of a `config.json` with these values, and the keys that
+    it refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
@@ -128,7 +128,9 @@ def imported(case: Case, values: dict[str, Any]) -> tuple[Any, list[str]]:
 
 
 def written(run: Any) -> Any:
-    """The `model` section of the recipe that `recipe import` writes for a run, read again."""
+    """Return the `model` section of the recipe that `recipe import` writes for a run, read
+    again.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(recipe_text(delta(run), {"title": "imported"}))
@@ -136,12 +138,10 @@ def written(run: Any) -> Any:
 
 
 def older(values: dict[str, Any]) -> dict[str, Any]:
-    """The same configuration as transformers 4 wrote it, and as published files are: no
+    """Return the same configuration as transformers 4 wrote it, and as in published files: without
     `rope_parameters`.
     """
-    if (
-        values["model_type"] == "gpt_oss"
-    ):  # it came with transformers 4, and has yarn where nothing is said
+    if values["model_type"] == "gpt_oss":  # it came with transformers 4, and has yarn by default
         return values
     out = dict(values)
     rope = dict(out.pop("rope_parameters", None) or {})
@@ -204,8 +204,8 @@ def _compare(case: Case, config: Any, run: Any, result: Result) -> None:
 
 
 def half_precision_errors(case: Case) -> tuple[dict[str, float], dict[str, float]]:
-    """How far both sides in bf16 are from transformers in fp32: logits and gradients, as a share of
-    their size.
+    """Return the errors of both sides in bf16 against transformers in fp32: logits and gradients,
+    as a share of their size.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.world.init import joined
@@ -243,7 +243,9 @@ def _quantities(made: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def _distances(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Relative errors in the mean square: of the logits, and of all gradients together."""
+    """Return the relative errors in the mean square: of the logits, and of all gradients
+    together.
+    """
 
     def error(names: list[str]) -> float:
         pairs = [(found[name].float(), exact[name].float()) for name in names]
@@ -269,7 +271,7 @@ def _parts(run: Any, world: Any, windows: Windows) -> Any:
 
 
 def _own_tensors(chunk: Any) -> dict[str, Tensor]:
-    """Parameters and the buffers that a checkpoint holds, by name."""
+    """Return the parameters and the buffers that a checkpoint holds, by name."""
     from mtrain.mcore.state.local_params import unwrap
 
     model = unwrap(chunk)
@@ -314,8 +316,8 @@ def _compare_text(
 
 
 def _forward_backward(parts: Any, tokens: Tensor) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """Our logits [b, s, vocabulary] for tokens, and loss and gradients of the first step, before
-    clipping.
+    """Return our logits [b, s, vocabulary] for tokens, and loss and gradients of the first step,
+    before clipping.
     """
     from mtrain.train.loop.step import reduce_report, run_schedule
 

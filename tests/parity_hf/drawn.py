@@ -15,7 +15,7 @@ Values = dict[str, Any]
 
 
 def draw(kind: str, seed: int) -> Case:
-    """The configuration number `seed` of a `model_type`."""
+    """Return the configuration number `seed` of a `model_type`."""
     r = Random(f"{kind}/{seed}")
     values = FAMILIES[kind](r)
     return Case(kind, values, length=r.choice([33, 40, 47]), seed=seed)
@@ -39,7 +39,7 @@ def _rarely(r: Random, usual: Any, *others: Any) -> Any:
 
 
 def _rotary(r: Random, *, width: int, partial: bool = False) -> Values:
-    """Rotary positions of any kind, of heads of `width` channels."""
+    """Return rotary positions of any kind, of heads of `width` channels."""
     base = {"rope_theta": r.choice([500.0, 10000.0, 1e6])}
     if partial:
         base["partial_rotary_factor"] = r.choice([0.25, 0.5, 1.0])
@@ -123,7 +123,7 @@ def _windowed(r: Random) -> Values:
 
 
 def _some_windows(r: Random) -> Values:
-    """Windows in none, all or some of the layers, by number or by name."""
+    """Return windows in none, all or some of the layers, by number or by name."""
     values = _llama(r)
     layers = values["num_hidden_layers"]
     if r.random() < 0.3:

@@ -1,5 +1,5 @@
-"""What is compared: of each family a tiny model with the features that its published configurations
-use.
+"""Cases of the comparison: for each family a tiny model with the features that its published
+configurations use.
 """
 
 from __future__ import annotations
@@ -496,7 +496,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         ),
         "rope_parameters",
     ),
-    "gemma 3 whose first layer alone slides": (
+    "gemma 3 whose first layer is the only sliding one": (
         Case(
             "gemma3_text", {**GEMMA3, "layer_types": ["sliding_attention", *["full_attention"] * 3]}
         ),

@@ -32,14 +32,14 @@ def import_models() -> None:
 
 
 def configuration(kind: str, values: dict[str, Any]) -> Any:
-    """The configuration object of a `model_type`."""
+    """Return the configuration object of a `model_type`."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(kind, **deepcopy(values))  # which writes into what it is given
 
 
 def model(config: Any, seed: int) -> Any:
-    """The model of a configuration with weights that no part of it leaves without an effect."""
+    """Return the model of a configuration with weights such that every part has an effect."""
     from transformers import AutoModelForCausalLM
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -68,14 +68,14 @@ def model(config: Any, seed: int) -> Any:
 
 
 def tensors(made: Any) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and the buffers that a checkpoint holds, by name."""
+    """Return the parameters, tied ones once, and the buffers that a checkpoint holds, by name."""
     saved = made.state_dict().keys()
     return dict(made.named_parameters()) | {k: v for k, v in made.named_buffers() if k in saved}
 
 
 @dataclass
 class Loss:
-    """What the model says of a batch."""
+    """Outputs and losses of the model for a batch."""
 
     logits: Tensor
     cross_entropy: Tensor
@@ -84,10 +84,10 @@ class Loss:
 
 
 def loss(made: Any, tokens: Tensor, labels: Tensor) -> Loss:
-    """Logits [b, s, vocabulary], their mean loss in nats, and the router's.
+    """Return logits [b, s, vocabulary], their mean loss in nats, and the router's.
 
     transformers multiplies the load of an expert in all layers by its probability in all layers;
-    megatron-core does so in each layer, as the papers do. So their function is asked once for each
+    megatron-core does so in each layer, as the papers do. So their function is called once for each
     layer here, and their own sum is the same wherever one layer has experts.
     """
     config = made.config
@@ -114,12 +114,12 @@ def loss(made: Any, tokens: Tensor, labels: Tensor) -> Loss:
 
 
 BALANCED = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "gpt_oss")
-"""Whose own loss has a term for the balance of experts."""
+"""Families whose own loss has a term for the balance of experts."""
 
 
 def optimizer(made: Any, o: Any) -> Callable[[float], float]:
-    """A step of AdamW with clipping at a rate, as a function that gives the norm; `o` is the
-    `optim` section.
+    """Return a function that makes a step of AdamW with clipping at a rate and returns the norm;
+    `o` is the `optim` section.
     """
     named = dict(made.named_parameters())
     parameters = list(named.values())
@@ -155,7 +155,7 @@ class Biases:
         self.rate = rate
         self.routers = [m for m in made.modules() if hasattr(m, "e_score_correction_bias")]
         self.loads: dict[Any, Tensor] = {}
-        for router in self.routers:  # MiniMax-M2's are beside the part that chooses
+        for router in self.routers:  # MiniMax-M2's are next to the part that chooses
             getattr(router, "gate", router).register_forward_hook(
                 functools.partial(self._count, router)
             )
@@ -172,7 +172,7 @@ class Biases:
 
 
 def text(made: Any, prompt: list[int], tokens: int) -> list[int]:
-    """The prompt and the most likely tokens behind it."""
+    """Return the prompt and the most likely tokens after it."""
     made.eval()
     for name, value in GREEDY.items():
         setattr(made.generation_config, name, value)

@@ -1,5 +1,5 @@
-"""BERT and Megatron's beside transformers': logits, losses, gradients and steps in layouts; files
-in and out.
+"""BERT and Megatron's BERT compared with transformers: logits, losses, gradients and steps in
+layouts; import and export of files.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _family(kind: str) -> str:
 
 
 def _model(kind: str) -> Any:
-    """A model of transformers whose every weight has an effect; Megatron's has the tanh form of
-    gelu.
+    """Return a model of transformers whose every weight has an effect; Megatron's has the tanh form
+    of gelu.
     """
     import transformers
 
@@ -115,8 +115,8 @@ def _loaded(run: Path, layout: str = "single") -> Any:
 
 
 def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
-    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights
-    before and behind them, the first gradient and, on one rank, the logits.
+    """Return the losses and norms of two steps in a layout from imported weights; write to `out`
+    the weights before and after them, the first gradient and, on one rank, the logits.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
@@ -144,7 +144,7 @@ def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
 
 
 def _batches(run: Path) -> list[dict[str, Tensor]]:
-    """What is learned in each step, whole."""
+    """Return the whole batch of each step."""
     from mtrain.data.batch import GlobalBatches
     from mtrain.models.bert.data import collator
     from mtrain.train.assemble import splits_of
@@ -156,8 +156,8 @@ def _batches(run: Path) -> list[dict[str, Tensor]]:
 
 
 def _theirs(kind: str, run: Path) -> dict[str, Any]:
-    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by
-    transformers.
+    """Return the logits, losses, norms, the first gradient, and the weights before and after the
+    steps, by transformers.
     """
     made = _model(kind)
     o = _loaded(run).optim
@@ -197,8 +197,8 @@ def _theirs(kind: str, run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
-    """Our run folder with transformers' weights, and what transformers computes; made once for each
-    class.
+    """Return our run folder with transformers' weights, and the results of transformers; made once
+    for each class.
     """
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
 
@@ -213,7 +213,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
 
 
 def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
-    """The weights, or gradients, that a checkpoint holds, by their names."""
+    """Return the weights, or gradients, in a checkpoint by the names of transformers."""
     from mtrain.train.verify.prove import whole_tensors
 
     model = _loaded(run).model
@@ -231,11 +231,11 @@ def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
 def _apart(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
 ) -> tuple[float, str]:
-    """The largest difference of a tensor as a share of the largest of its `scale`, which is at
-    least the share `floor` of the largest of all, and where it is.
+    """Return the largest difference of a tensor relative to the largest of its `scale`, which is at
+    least the share `floor` of the largest of all, and its name.
     """
     assert ours.keys() == theirs.keys()
-    # a key's bias has no effect: rounding alone
+    # a key's bias has no effect but rounding
     least = floor * max(float(t.abs().max()) for t in scale.values())
     sizes = {name: max(float(scale[name].abs().max()), least) for name in scale}
     errors = {name: float((ours[name] - t).abs().max()) / sizes[name] for name, t in theirs.items()}
@@ -274,7 +274,7 @@ def test_bert_two_steps_equal_transformers(
 
 
 def test_bert_pad_token_ignores_position(sides: Sides) -> None:
-    """transformers' padding_idx: what is compared above has it in its samples."""
+    """Show that the samples of the comparisons above contain transformers' padding_idx."""
     run, _ = sides("BertForPreTraining")
     assert _loaded(run).model.bert.pad_token_id == PAD
     assert (_batches(run)[0]["tokens"] == PAD).any()
@@ -292,8 +292,8 @@ COPIED = {"weight": "bert.embeddings.word_embeddings.weight", "bias": "cls.predi
 
 
 def _as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As older files are: norms under other names, both heads, tied tensors twice, and a table of
-    positions.
+    """Return the tensors as in older files: norms under other names, both heads, tied tensors
+    twice, and a table of positions.
     """
     words = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     out = {}

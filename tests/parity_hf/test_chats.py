@@ -42,7 +42,7 @@ OURS = (
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a tiny Llama with the tokenizer that it reads, and chats."""
+    """Return a folder of a tiny Llama with the tokenizer that it reads, and chats."""
     home = tmp_path_factory.mktemp("chats")
 
     def save() -> None:
@@ -55,7 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(home: Path) -> tuple[Any, Any]:
-    """Their model and tokenizer."""
+    """Return their model and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(home / "hf", attn_implementation="eager").float()
@@ -63,8 +63,8 @@ def loaded(home: Path) -> tuple[Any, Any]:
 
 
 def theirs_of_transformers(home: Path, learn_all: bool) -> float:
-    """The loss of transformers, whose labels are -100 for what the mask of its chat template leaves
-    out.
+    """Return the loss of transformers, whose labels are -100 for tokens outside the mask of its
+    chat template.
     """
     model, tokenizer = loaded(home)
     rows = [
@@ -84,7 +84,7 @@ def theirs_of_transformers(home: Path, learn_all: bool) -> float:
 
 
 def theirs_of_trl(home: Path, learn_all: bool) -> float:
-    """The loss of TRL's SFTTrainer on one batch of all chats."""
+    """Return the loss of TRL's SFTTrainer on one batch of all chats."""
     import pyarrow
     from datasets import Dataset
     from datasets.table import InMemoryTable

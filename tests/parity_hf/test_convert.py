@@ -47,7 +47,7 @@ LAYOUTS = {
 
 
 def saved(name: str, folder: Path, **more: Any) -> Path:
-    """A folder as transformers saves a model of the case `name`."""
+    """Return a folder as transformers saves a model of the case `name`."""
     case = CASES[name]
 
     def save() -> None:
@@ -59,12 +59,12 @@ def saved(name: str, folder: Path, **more: Any) -> Path:
 
 
 def command(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
 def data_of(folder: Path) -> dict[str, bytes]:
-    """The bytes of every tensor of a folder."""
+    """Return the bytes of every tensor of a folder."""
     from mtrain.convert.huggingface.folder import open_folder
 
     out = {}
@@ -154,7 +154,7 @@ def test_convert_random_model_round_trips_or_is_refused(
 
 
 def _saved_in(layout: str, run: Path, into: Path) -> None:
-    """Loads the weights of a run in a layout, and saves them from there."""
+    """Load the weights of a run in a layout, and save them from there."""
     from mtrain.api import load
     from mtrain.ckpt import state
     from mtrain.ckpt.store import Checkpoint
@@ -353,7 +353,7 @@ def test_convert_equality_means_every_bit() -> None:
 
 
 def _add_mtp(folder: Path, *, other_embedding: bool) -> None:
-    """One MTP layer behind the others, as DeepSeek-V3's files have it: transformers neither writes
+    """Add one MTP layer after the others, as in DeepSeek-V3's files: transformers neither writes
     nor reads it.
     """
     from safetensors.torch import load_file, save_file
@@ -410,7 +410,7 @@ def test_convert_import_resumes_training(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
 
     def loss(folder: Path, *argv: str) -> float:
-        """Of the first step."""
+        """Return the loss of the first step."""
         assert run_alone(lambda: main(list(argv))) == 0
         return float(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["loss"])
 

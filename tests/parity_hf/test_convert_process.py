@@ -33,7 +33,9 @@ VERBS = {
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run with trained adapters, the folder that it began from, and what its exports are."""
+    """Return a run with trained adapters, the folder that it began from, and the paths of its
+    exports.
+    """
     root = tmp_path_factory.mktemp("places")
     at = {name: root / name for name in ("base", "run", "merged", "adapters", "megatron", "recipe")}
     saved("llama 3", at["base"])
@@ -44,7 +46,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def exported(places: dict[str, Path]) -> dict[str, Path]:
-    """The same with its exports."""
+    """Return the same with its exports."""
     assert command("export", places["run"], places["merged"]) == 0
     assert command("export", places["run"], places["adapters"], "peft=0.19") == 0
     assert command("export", "--megatron", places["run"], places["megatron"]) == 0

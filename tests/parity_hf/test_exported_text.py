@@ -20,8 +20,8 @@ PROMPTS = ("alpha beta", "return")
 
 
 def _corpus(folder: Path) -> None:
-    """Lines in which one word always follows another, so that a little training makes texts that go
-    on.
+    """Write lines in which one word always follows another, so that a little training makes texts
+    that continue.
     """
     names = ["alpha", "beta", "gamma", "delta", "return", "import", "self", "print"]
     folder.mkdir()

@@ -1,5 +1,5 @@
-"""Our models beside Hugging Face's: what the import makes of a config.json computes what
-transformers computes.
+"""Our models compared with Hugging Face's: the import of a config.json computes the same as
+transformers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TOLERANCES = {
 ROUNDING = {"qwen3_next": 10.0}
 """Times the tolerances: the gated delta rule is rounded to fp32 by transformers in any dtype.
 
-Beside it in fp64 the outputs of a head are 1.2e-6 off in chunks, theirs as ours, and 2.1e-6 once
-they are normed, because the first ones are small; by theirs without chunks 1.7e-6. In fp64 ours are
-3e-15 off: nothing but rounding differs.
+Compared with the rule in fp64, the outputs of a head are 1.2e-6 off in chunks, theirs as ours, and
+2.1e-6 once they are normed, because the first ones are small; without chunks theirs are 1.7e-6 off.
+In fp64 ours are 3e-15 off: nothing but rounding differs.
 """
 NEEDED = {
     "num_hidden_layers",
@@ -146,8 +146,8 @@ def test_families_all_have_cases_and_random_configs() -> None:
 
 
 def test_families_wrong_weight_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof can fail: each quantity sees a norm's weight that one of both has a
-    little larger.
+    """Show that the comparison can fail: every quantity changes if a norm's weight is slightly
+    larger on one side.
     """
     result: Result = run_ranks(1, compare, replace(CASES["llama 3.1"], flaw=1e-3))[0]
     seen = {q for q, (error, _) in result.errors.items() if error > TOLERANCES[q]}

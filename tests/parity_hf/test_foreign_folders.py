@@ -1,4 +1,4 @@
-"""Folders that others wrote: kimi_k2, no MTP layers, text models beside images; and kinds of
+"""Folders from other tools: kimi_k2, no MTP layers, text models with images; and kinds of
 exports.
 """
 
@@ -27,14 +27,14 @@ from tests.support.launched import mtrain
 
 
 def read(tmp_path: Path, kind: str, values: dict[str, Any]) -> Any:
-    """What the import makes of a `config.json`."""
+    """Import a `config.json`."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": kind, **values}))
     return import_config(file)
 
 
 def logits(folder: Path) -> dict[str, Any]:
-    """What the certificate of a conversion says of them."""
+    """Return their comparison in the certificate of a conversion."""
     found: dict[str, Any] = json.loads((folder / "conversion.json").read_text())["logits"]
     return found
 

@@ -1,5 +1,5 @@
-"""Mamba-2, Nemotron-H and Granite 4 beside transformers': logits, losses, gradients and steps, on
-one rank and sharded; files in and out.
+"""Mamba-2, Nemotron-H and Granite 4 compared with transformers: logits, losses, gradients and
+steps, on one rank and sharded; import and export of files.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ Sides = Callable[[str], tuple[Path, dict[str, Any]]]
 
 
 def _model(name: str) -> Any:
-    """A model of transformers whose every weight has an effect."""
+    """Return a model of transformers whose every weight has an effect."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, values = KINDS[name]
@@ -154,13 +154,13 @@ def _tensors(made: Any) -> dict[str, Tensor]:
 
 
 def saved(name: str, folder: Path) -> Path:
-    """The folder, in which transformers has saved a model of the case `name`."""
+    """Return the folder, in which transformers has saved a model of the case `name`."""
     run_alone(lambda: _model(name).save_pretrained(folder))
     return folder
 
 
 def convert(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
@@ -178,9 +178,9 @@ def _loaded(run: Path, layout: str = "single", *more: str) -> Any:
 
 
 def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tuple[float, float]]:
-    """Losses and norms of two steps in a layout from imported weights; `out` gets the weights
-    before and behind them, the first gradient and, on one rank, the logits. `flaw` is added to a
-    weight before; `more` are keys of the run.
+    """Return the losses and norms of two steps in a layout from imported weights; write to `out`
+    the weights before and after them, the first gradient and, on one rank, the logits. `flaw` is
+    added to a weight before; `more` are keys of the run.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.ckpt import state
@@ -210,7 +210,7 @@ def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tu
 
 
 def _batches(run: Path) -> list[dict[str, Tensor]]:
-    """What is learned in each step, whole."""
+    """Return the whole batch of each step."""
     from mtrain.data.batch import GlobalBatches
     from mtrain.models.gpt.data import collator
     from mtrain.train.assemble import splits_of
@@ -222,8 +222,8 @@ def _batches(run: Path) -> list[dict[str, Tensor]]:
 
 
 def _theirs(name: str, run: Path) -> dict[str, Any]:
-    """Logits, losses, norms, the first gradient, and the weights before and behind the steps, by
-    transformers.
+    """Return the logits, losses, norms, the first gradient, and the weights before and after the
+    steps, by transformers.
     """
     made = _model(name)
     found = _loaded(run)
@@ -261,8 +261,8 @@ def _theirs(name: str, run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
-    """Our run folder with transformers' weights, and what transformers computes; made once for each
-    class.
+    """Return our run folder with transformers' weights, and the results of transformers; made once
+    for each class.
     """
     known: dict[str, tuple[Path, dict[str, Any]]] = {}
 
@@ -279,7 +279,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
 def _as_theirs(
     name: str, checkpoint: Path, run: Path, layers: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The weights, or gradients, that a checkpoint holds, by the names of `layers`."""
+    """Return the weights, or gradients, in a checkpoint by the names of `layers`."""
     from mtrain.models.hybrid.family import FAMILY as HYBRID
     from mtrain.train.verify.prove import whole_tensors
 
@@ -305,8 +305,8 @@ def _as_theirs(
 def _apart(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
 ) -> tuple[float, str]:
-    """The largest difference of a tensor as a share of the largest of its `scale`, which is at
-    least the share `floor` of the largest of all, and where it is.
+    """Return the largest difference of a tensor relative to the largest of its `scale`, which is at
+    least the share `floor` of the largest of all, and its name.
     """
     assert ours.keys() == theirs.keys()
     least = floor * max(float(t.abs().max()) for t in scale.values())
@@ -319,7 +319,7 @@ def _apart(
 def _differences(
     name: str, layout: str, sides: Sides, out: Path, *more: str, flaw: float = 0.0
 ) -> dict[str, tuple[float, str]]:
-    """The largest relative difference of each quantity, and where it is."""
+    """Return the largest relative difference of each quantity, and its place."""
     run, theirs = sides(name)
     ranks, _ = LAYOUTS[layout]
     found = run_ranks(ranks, _ours, layout, run, out, flaw, *more)[0]

@@ -1,4 +1,4 @@
-"""Adapters of hybrids: merged, as `peft` has them beside transformers, and back."""
+"""Adapters of hybrids: merged, exported for `peft` over transformers, and imported again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""LLaVA beside transformers' LlavaForConditionalGeneration: logits, losses, every gradient, folders
-in and out.
+"""LLaVA compared with transformers' LlavaForConditionalGeneration: logits, losses, every gradient,
+import and export of folders.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
     images: tuple[int, int] = (1, 2)
 
     def values(self) -> dict[str, Any]:
-        """Of `config.json`."""
+        """Return the values of `config.json`."""
         text = {**TEXT, **self.text}
         vision = {**VISION, **self.vision}
         return {"image_token_index": 97, **self.both, "text_config": text, "vision_config": vision}
@@ -131,7 +131,7 @@ def configuration(values: dict[str, Any]) -> Any:
 
 
 def their_model(values: dict[str, Any], seed: int = 0) -> Any:
-    """transformers' model, with weights that no part of it leaves without an effect."""
+    """Return transformers' model, with weights such that every part has an effect."""
     from transformers import LlavaForConditionalGeneration
 
     made = LlavaForConditionalGeneration._from_config(
@@ -148,7 +148,7 @@ def their_model(values: dict[str, Any], seed: int = 0) -> Any:
 
 
 def run_of(values: dict[str, Any]) -> Any:
-    """The resolved run that a `config.json` with these values is."""
+    """Return the resolved run of a `config.json` with these values."""
     from mtrain.config.resolve.resolution import Machine, resolve
 
     extra = (
@@ -166,7 +166,9 @@ def run_of(values: dict[str, Any]) -> Any:
 
 
 def drawn_batch(run: Any, case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [2, 40] with image tokens at places of their own, images, labels and their mask."""
+    """Return tokens [2, 40] with image tokens at places of their own, images, labels and their
+    mask.
+    """
     own = run.model.llava
     draw = torch.Generator().manual_seed(seed)
     length = 40
@@ -193,7 +195,9 @@ def drawn_batch(run: Any, case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def errors(case: Case, seed: int = 0, flaw: float = 0.0) -> dict[str, float]:
-    """How far both sides are apart: logits, loss, and the worst gradient; a job for one rank."""
+    """Return the differences between both sides: logits, loss, and the worst gradient; a job for
+    one rank.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.assembly.model import build_model
     from mtrain.mcore.state.local_params import unwrap
@@ -352,7 +356,9 @@ def test_llava_published_config_is_shipped_model(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, naming: str) -> Path:
-    """A folder as transformers writes it today, as version 4 did, or by the names in memory."""
+    """Return a folder as transformers writes it today, as version 4 did, or by the names in
+    memory.
+    """
 
     def save() -> None:
         made = their_model(Case().values())
@@ -380,7 +386,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def command(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
@@ -414,8 +420,8 @@ def test_llava_export_is_read_by_transformers(naming: str, tmp_path: Path) -> No
 def test_llava_mutated_tower_table_is_found(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tensors of the same shape taken for each other: what is imported computes something else
-    of an image.
+    """Swap two tensors of the same shape: the imported model then computes other numbers for an
+    image.
     """
     from mtrain.models.llava import hf
 

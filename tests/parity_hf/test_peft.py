@@ -1,5 +1,5 @@
-"""LoRA and DoRA beside `peft` over transformers: the same loss, gradients of adapters, and two
-steps.
+"""LoRA and DoRA compared with `peft` over transformers: the same loss, gradients of adapters, and
+two steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALL = "[qkv,proj,fc1,fc2,experts]"
 PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama 3", f"peft=lora peft.target={ALL}", {}),
     "llama, dora": ("llama 3", "peft=dora", {"use_dora": True}),
-    "llama, one key head, attention alone": (
+    "llama, one key head, only attention": (
         "llama 3.2, tied",
         "peft=lora peft.target=[qkv,proj]",
         {},
@@ -46,7 +46,7 @@ TOLERANCE = 1e-4
 
 
 def adapters(chunk: Any, value: Any) -> dict[str, Any]:
-    """`value` of each tensor of each adapter of a chunk, by the name of the weight."""
+    """Return `value` of each tensor of each adapter of a chunk, by the name of the weight."""
     from mtrain.mcore.layers.merging import Whole, names_beside
 
     own = compare._own_tensors(chunk)
@@ -63,7 +63,7 @@ def adapters(chunk: Any, value: Any) -> dict[str, Any]:
 
 
 def with_peft(made: Any, given: Any, options: dict[str, Any]) -> Any:
-    """The model with `peft`'s adapters, which hold the tensors `given`."""
+    """Return the model with `peft`'s adapters, which hold the tensors `given`."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     config = LoraConfig(
@@ -82,7 +82,7 @@ def with_peft(made: Any, given: Any, options: dict[str, Any]) -> Any:
 
 
 def named(model: Any, value: Any) -> dict[str, Tensor]:
-    """`value` of what `peft` trains, by the names that it saves them under."""
+    """Return `value` of the tensors that `peft` trains, by the names under which it saves them."""
     return {
         name.replace(".default", "").replace(
             "lora_magnitude_vector.weight", "lora_magnitude_vector"
@@ -93,7 +93,7 @@ def named(model: Any, value: Any) -> dict[str, Tensor]:
 
 
 def compared(name: str, flaw: float = 0.0) -> compare.Result:
-    """Both sides from the same weights and adapters, none of which is 0; a job for one rank."""
+    """Compare both sides from the same weights and nonzero adapters; a job for one rank."""
     from mtrain.config.resolve.resolution import Machine, resolve
     from mtrain.convert.peft.adapters import to_peft
     from mtrain.mcore.layers import low_rank
@@ -190,9 +190,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
 
 
 def trained(run_folder: Path) -> None:
-    """A job for one rank: a checkpoint of step 1 of an imported run, with adapters of which none is
-    0.
-    """
+    """Save a checkpoint of step 1 of an imported run, with nonzero adapters; a job for one rank."""
     from mtrain.ckpt import state as ckpt_state
     from mtrain.ckpt.store import Checkpoint
     from mtrain.config.compose.lock_file import read_run_file
@@ -214,7 +212,9 @@ def trained(run_folder: Path) -> None:
 
 
 def logits_of(folder: Path, adapters_at: Path | None) -> Tensor:
-    """What transformers computes of a folder, with the adapters that `peft` loads."""
+    """Return the logits that transformers computes from a folder, with the adapters that `peft`
+    loads.
+    """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -260,7 +260,7 @@ def test_peft_exports_compute_as_run_and_round_trip(name: str, tmp_path: Path) -
     assert command("export", run, merged) == 0
     found = json.loads((merged / "conversion.json").read_text())["logits"]
     assert found["largest_error"] <= 1e-5 * max(1.0, found["largest_logit"]), (
-        "merged, and with adapters beside"
+        "merged weights, and separate adapters"
     )
     assert command("export", run, alone, f"peft={version}") == 0
 

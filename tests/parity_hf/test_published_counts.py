@@ -19,11 +19,11 @@ FACTS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "conf/public_configs.json").read_text()
 )
 MODELS = ("bert_345m", "nemotron4_340b")
-"""Those whose vocabulary needs no padding here."""
+"""Models whose vocabulary needs no padding here."""
 
 
 def _built(config: dict[str, Any]) -> int:
-    """Parameters of the class that a config.json names, each tied one once."""
+    """Return the number of parameters of the class that a config.json names, each tied one once."""
     import transformers
 
     (name,) = config["architectures"]
@@ -49,7 +49,7 @@ def test_published_counts_equal_transformers(name: str) -> None:
 
 
 def test_published_counts_nemotron4_equals_report() -> None:
-    """9.4 and 331.6 billion: arXiv 2406.11704, section 2.2."""
+    """Expect 9.4 and 331.6 billion: arXiv 2406.11704, section 2.2."""
     model: Any = section("model", "nemotron4_340b")
     embeddings = 2 * model.vocab_size * model.hidden_size
     assert f"{embeddings / 1e9:.1f} {(parameters(model) - embeddings) / 1e9:.1f}" == "9.4 331.6"

@@ -1,5 +1,5 @@
-"""T5 beside Hugging Face's T5ForConditionalGeneration: logits, loss, gradients, steps of AdamW, and
-folders.
+"""T5 compared with Hugging Face's T5ForConditionalGeneration: logits, loss, gradients, steps of
+AdamW, and folders.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ WORDS = (
 
 
 def saved(name: str, folder: Path, **more: Any) -> Path:
-    """A folder as transformers saves a T5 with drawn weights."""
+    """Return a folder as transformers saves a T5 with drawn weights."""
 
     def save() -> None:
         _made(name, **more).save_pretrained(folder)
@@ -133,7 +133,7 @@ class Apart:
 def compare(
     folder: Path, name: str, layout: str = "", flaw: float = 0.0
 ) -> dict[str, tuple[float, str]]:
-    """Both models of a folder on the batches of ours; a job for the ranks of a layout."""
+    """Compare both models of a folder on our batches; a job for the ranks of a layout."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from mtrain.api import load
     from mtrain.ckpt import state
@@ -176,8 +176,8 @@ def compare(
 
 
 def _optimizer(made: Any, o: Any) -> Any:
-    """A step of AdamW with clipping at a rate, as a function that gives the norm; norms alone do
-    not decay.
+    """Return a function that makes a step of AdamW with clipping at a rate and returns the norm;
+    only norms do not decay.
     """
     groups = [
         {
@@ -249,7 +249,7 @@ def _compare_gradients(run: Any, parts: Any, made: Any, found: Apart) -> None:
 
 
 def command(*words: object) -> int:
-    """`convert WORDS` in a process of its own."""
+    """Run `convert WORDS` in a process of its own."""
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
@@ -340,8 +340,8 @@ def test_t5_embedding_copies_are_read_if_equal(
 
 
 def _read(tmp_path: Path, **values: Any) -> tuple[Any, list[str]]:
-    """The model of a `config.json`, and the keys of it that change the numbers and are not taken
-    over.
+    """Return the model of a `config.json`, and its keys that change the numbers and are not
+    imported.
     """
     from mtrain.recipes.huggingface.exporter import differing
     from mtrain.recipes.huggingface.importer import import_config

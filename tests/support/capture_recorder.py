@@ -89,7 +89,7 @@ class _Storage:
     label: tuple[Any, ...]
     where: str = ""
     event: int = 0
-    """How many operations came before it was met."""
+    """Number of operations before the first that used it."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class _Recording:
 
     events: list[_Event] = field(default_factory=list)
     outside: list[_Storage] = field(default_factory=list)
-    """What the run read or wrote and did not make, in order."""
+    """Memory that the run read or wrote and did not allocate, in order."""
     made: list[_Storage] = field(default_factory=list)
     known: dict[int, _Storage] = field(default_factory=dict)
     """All memory that is alive, by the identity of its storage."""

@@ -37,7 +37,7 @@ class Row:
     says: tuple[str, ...] = ()
     """The numbers and keys that the message must contain."""
     origin: str = "command line"
-    """Who set the key, where it is not a line of the recipe."""
+    """Origin of the key's value, if it is not a line of the recipe."""
     severity: str = "error"
     text: str = ""
     """A recipe."""
@@ -85,7 +85,7 @@ tested at preflight.
 OWN_ROWS = (*_rows("own_"), NOT_UTF8)
 """Bad input of kinds that the catalogue of today's systems does not have."""
 HARMLESS = (*map(_command_line, TABLES["own_fine"]), *map(_recipe, TABLES["own_fine_recipes"]))
-"""What looks like one of them and is fine."""
+"""Valid input that resembles bad input."""
 
 
 def validated(words: Sequence[str]) -> list[Problem]:

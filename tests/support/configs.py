@@ -40,7 +40,7 @@ MOE = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 352}
 
 
 SECONDS: list[float] = []
-"""Of a core, by each validation `within_a_second`."""
+"""CPU seconds of each validation `within_a_second`."""
 
 
 @contextmanager

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two predictions more": {"model": {**SMALL, "mtp_num_layers": 2}},
 }
 IN_HALVES = tuple(name for name, case in CASES.items() if "mtp_num_layers" not in case["model"])
-"""Those that megatron-core's hybrid model can be."""
+"""Cases that megatron-core's hybrid model can express."""
 CASES |= {
     f"{name}, hybrid": {**CASES[name], "model": {**CASES[name]["model"], "builder": "hybrid"}}
     for name in IN_HALVES

@@ -154,7 +154,7 @@ class Attack:
     words: tuple[str, ...]
     data: bytes = b""
     must_fail: bool = True
-    """Whether it is more than data; what is only an odd text may be a value."""
+    """True if the input is an attack; False if it is only odd data, which may be a valid value."""
 
 
 def hostile(count: int, seed: int) -> Iterator[Attack]:

@@ -33,7 +33,7 @@ class Case:
     config: Mapping[str, Any]
     tied: bool = False
     rows: int = 384
-    """Of its table of token ids."""
+    """Number of rows in its embedding of token ids."""
     experts: int | None = None
     layer: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of its layer specification."""

@@ -22,7 +22,7 @@ from tests.support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("quantize_tensorwise", "quantize_blocks")
-"""What quantises for a linear layer, within it."""
+"""Functions that quantise for a linear layer, inside of it."""
 
 
 def both(

@@ -34,7 +34,7 @@ MEMORY = 12 << 30
 SKIPPED = 40
 """Steps that fp16 may skip: each halves the loss scale, which begins at 1e8 at most."""
 ERROR = re.compile(r"[\w.]+(Error|Exception|Input|Environment|rank)\b")
-"""How the line of a traceback begins that names the error."""
+"""Beginning of the line in a traceback that names the error."""
 UNUSED_KEY = "a key that is set without an effect: its author believes that it does something"
 POLICY: dict[str, str] = {
     **dict.fromkeys(
@@ -107,7 +107,7 @@ class Validated:
 
     drawn: Drawn
     codes: tuple[str, ...]
-    """Of the errors that `check` found."""
+    """Codes of the errors that `check` found."""
     fault: str
     """The last line of what the first failing rank said; empty where a step was made."""
 

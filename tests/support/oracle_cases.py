@@ -203,7 +203,7 @@ LEFT_ALONE = (
     "data.split",
     "data.blend",
 )
-"""What no step depends on, or what must stay as it is for a step to be made here."""
+"""Keys that no step depends on, or that must not change if a step is to run here."""
 AXES = (
     "tp",
     "pp",

@@ -27,7 +27,7 @@ def _engine() -> None:
 
 
 def refused(folder: Path, **more: Any) -> str:
-    """What is said of a configuration with these keys; empty where it is taken."""
+    """Return the error for a configuration with these keys; empty if it is accepted."""
     from mtrain.convert.peft.folder import _refuse_others, read_config
 
     (folder / "adapter_config.json").write_text(json.dumps(PLAIN | more))
@@ -178,5 +178,5 @@ def test_adapter_folder_damaged_is_refused_cleanly(tmp_path: Path) -> None:
         return out
 
     said = run_alone(job)
-    assert len(said) == 60, "an adapter of one layer alone does not fit either"
+    assert len(said) == 60, "an adapter of a single layer does not fit either"
     assert all("adapter_" in text for text in said)

@@ -130,7 +130,9 @@ REWRITES = {
 
 
 def test_adapter_hook_counts_rewrites_of_tested_releases() -> None:
-    """Another number means another megatron-core: read what is new before this is changed."""
+    """Count again: another number means another megatron-core, whose changes must be read before
+    this one is changed.
+    """
     total: Counter[str] = Counter()
     for path in sorted(_core_folder().rglob("*.py")):
         source = path.read_bytes()

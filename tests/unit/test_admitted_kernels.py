@@ -25,7 +25,7 @@ WITH_TE = Machine(cpu_cores=8, memory_bytes=1 << 40, gpus=1, triton=True, transf
 
 @pytest.fixture(autouse=True)
 def record(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, Any]]:
-    """All ops on sm_90, and on sm_80 norms alone."""
+    """Admit all ops on sm_90, and only norms on sm_80."""
     known: dict[int, dict[str, Any]] = {90: {op: {} for op in ops()}, 80: {"norm": {}}}
     monkeypatch.setattr(admitted, "admitted", lambda: known)
     return known
@@ -152,7 +152,9 @@ def test_admitted_kernels_cpu_results_admit_nothing() -> None:
 
 
 def test_admitted_kernels_record_equals_committed_results() -> None:
-    """`python -m mtrain_kernels.admitted benchmarks/results/gpu/*/summary.json` makes it."""
+    """Compare with the output of `python -m mtrain_kernels.admitted
+    benchmarks/results/gpu/*/summary.json`.
+    """
     files = sorted(RESULTS.glob("*/summary.json"))
     assert files, f"{RESULTS} has no results"
     made = admitted.gathered((json.loads(path.read_text()) for path in files), ops())

@@ -36,7 +36,7 @@ class Nothing:
 
 
 def walked(plan: tuple[Stage, ...], steps: int) -> list[int]:
-    """The size of each step, one after the other."""
+    """Return the size of each step, in order."""
     sizes: list[int] = []
     for _ in range(steps):
         sizes.append(size_after(plan, sum(sizes)))

@@ -39,7 +39,7 @@ IDS = {"mask_token_id": MASK, "cls_token_id": CLS, "sep_token_id": SEP}
 def _batches(
     part: str = "train", *, seed: int = 1, micro: int = 4, batch: int = 4, **bert: Any
 ) -> Any:
-    """The steps of one rank over synthetic tokens of which none is a special one."""
+    """Return the steps of one rank over synthetic tokens without special ones."""
     raw = compose(
         [
             "model=bert_tiny",
@@ -108,7 +108,9 @@ class _Numbered:
 
 
 def test_bert_foreign_half_comes_from_same_epoch() -> None:
-    """Other epochs are cut elsewhere: a sample of one may hold what follows in another."""
+    """Take both halves from one epoch: other epochs are cut elsewhere, so a sample of one may hold
+    the continuation of another.
+    """
     run = compose(["model=bert_tiny", "data=mock", f"data.seq_length={LENGTH}"]).run
     run = run.model_copy(
         update={

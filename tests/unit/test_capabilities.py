@@ -1,5 +1,5 @@
-"""What only some releases of megatron-core can do: refused where it is not, explained,
-and listed.
+"""Features that only some releases of megatron-core have: refused by the others, explained, and
+listed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_capabilities_engines_lists_every_row(
 def test_capabilities_run_record_names_loaded_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path in front of the installed megatron-core has its own."""
+    """Put another megatron-core in front of the installed one, and expect its version."""
     assert engine.version() == engine.words(engine.release() or (0, 0, 0))
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)

@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 REPLACED = ("MT010", "MT011", "MT012", "MT016")
 """Codes whose fix takes the place of the argument."""
 CUT = ("delete", "write", "keep one", "leave it out", "indent", "- override")
-"""How a fix begins that is no setting: the line or the argument goes."""
+"""Beginnings of fixes that are no setting: they remove the line or the argument."""
 
 
 def fixed(words: list[str], problem: Problem, file: Path) -> list[str]:
-    """The command line with the first fix of a problem applied; a line that no setting can correct
-    is cut.
+    """Return the command line with the first fix of a problem applied; cut a line that no setting
+    can correct.
     """
     first = problem.fix.split(" or ")[0]
     if first == SWEPT:
@@ -67,7 +67,7 @@ def is_for_a_person(problem: Problem) -> bool:
 
 
 def _says(path: str, key: str) -> bool:
-    """Whether to set `path`, no group, is to set `key` as well or a part of it."""
+    """Return whether setting `path`, which is no group, also sets `key` or a part of it."""
     return (
         path == key
         or ("." in path and f"{key}.".startswith(f"{path}."))

@@ -26,7 +26,7 @@ BEFORE_RANKS: dict[int, list[Row]] = {}
 
 
 def row(number: int) -> Callable[[Row], Row]:
-    """Registers what raises for a number of the catalogue."""
+    """Register a function that raises for a number of the catalogue."""
 
     def keep(function: Row) -> Row:
         BEFORE_RANKS.setdefault(number, []).append(function)
@@ -36,7 +36,7 @@ def row(number: int) -> Callable[[Row], Row]:
 
 
 def indexed(home: Path, tokens: np.ndarray, **changes: object) -> RunConfig:
-    """A run on tokens that somebody else has written."""
+    """Return a run on tokens that another program has written."""
     with IndexedWriter(home / "tokens", np.dtype("<i4")) as writer:
         writer.add(tokens, np.full(10, len(tokens) // 10))
     return resolve(
@@ -46,13 +46,13 @@ def indexed(home: Path, tokens: np.ndarray, **changes: object) -> RunConfig:
 
 
 def prepared(run: RunConfig) -> None:
-    """What the launcher does before it starts ranks."""
+    """Prepare a run as the launcher does before it starts ranks."""
     chosen = folder.plan(run)
     child_process.prepare(run, str(chosen.checkpoint) if chosen.checkpoint else None)
 
 
 def begun(home: Path, **changes: object) -> RunConfig:
-    """A run whose folder holds one committed checkpoint."""
+    """Return a run whose folder holds one committed checkpoint."""
     run = resolve(tiny(log__runs_dir=str(home), log__name="a", **changes), LAPTOP)
     with folder.opened(run, folder.plan(run), []):
         pass
@@ -158,7 +158,7 @@ def _a_folder_that_holds_a_run(home: Path) -> None:
 
 @row(87)
 def _kernels_in_the_order_of_their_launch(home: Path) -> None:
-    """megatron-core's environment variable is set by us, so that nobody can forget it."""
+    """Set megatron-core's environment variable, so that nobody can forget it."""
     run = resolve(tiny(cluster__device="cuda", cluster__devices_per_node=2, parallel__tp=2), LAPTOP)
     assert environment(run, Place(2), {})["CUDA_DEVICE_MAX_CONNECTIONS"].value == "1"
 

@@ -1,5 +1,5 @@
-"""Causes of failure: a consequence is told from a cause, and a fault of the environment from one of
-the training.
+"""Causes of failure: a cause differs from its consequences, and a fault of the environment from one
+of the training.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ SYSTEM = [{"role": "system", "content": "Be kind.\nSpeak."}]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
-    """A folder of each kind, with and without `{% generation %}`."""
+    """Return a folder of each kind, with and without `{% generation %}`."""
     home = tmp_path_factory.mktemp("tokenizers")
     return {
         (kind, marked): folder_of(home / f"{kind}-{marked}", kind, marked=marked).parent
@@ -43,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], 
 
 @pytest.fixture(scope="module")
 def theirs(folders: dict[tuple[str, bool], Path]) -> dict[str, Any]:
-    """The tokenizers of transformers."""
+    """Return the tokenizers of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     return {
@@ -162,7 +162,7 @@ def test_chat_template_without_ownership_is_refused(name: str, tmp_path: Path) -
 def test_chat_template_mask_off_by_one_is_found(
     folders: dict[tuple[str, bool], Path], theirs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison with transformers can fail."""
+    """Show that the comparison with transformers can fail."""
     from mtrain.data.chats import loss_mask
 
     monkeypatch.setattr(loss_mask, "_end", lambda text, start, ends: len(text))

@@ -300,7 +300,7 @@ def test_chats_altered_prepared_file_is_remade_or_refused(home: Path, tmp_path: 
 @pytest.mark.parametrize("average", ["token", "sample", "sequence"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_chats_loss_average_follows_key(average: str, packed: bool) -> None:
-    """By the definition: the mean over units of the mean over their predictions that count."""
+    """Follow the definition: the mean over units of the mean over their predictions that count."""
     dice = np.random.default_rng(3)
     losses = dice.random((4, 12))
     mask = dice.random((4, 12)) < 0.5
@@ -433,7 +433,7 @@ def test_chats_hostile_lines_name_the_file(rounds: int, home: Path, tmp_path: Pa
 
 
 def _told(home: Path, **given: Any) -> str:
-    """What is said of chats that are refused; empty where their first sample can be read."""
+    """Return the error for chats that are refused; empty if their first sample can be read."""
     try:
         opened(home, **given).train.batch([0])
     except MtrainError as error:

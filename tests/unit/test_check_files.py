@@ -1,4 +1,4 @@
-"""What a run would refuse when it opens its files, `check` refuses before anything is started."""
+"""Faults in a run's files: `check` refuses them before any rank starts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ODD_MODELS: tuple[dict[str, Any], ...] = (
     {"vocab": {"a": True}},
     {"vocab": {"a": 1 << 32}},
 )
-"""What makes TOKENIZER none."""
+"""Values that make TOKENIZER invalid."""
 
 
 def corpus(prefix: Path, documents: int = 40, largest: int = 4000) -> Path:
-    """Documents of 100 tokens."""
+    """Write documents of 100 tokens."""
     tokens = np.random.default_rng(0).integers(0, largest, 100 * documents).astype(np.uint16)
     tokens[:4] = largest - 1
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
@@ -50,7 +50,7 @@ def corpus(prefix: Path, documents: int = 40, largest: int = 4000) -> Path:
 
 
 def refused(words: list[str]) -> ConfigError:
-    """What `check` refuses a command line with."""
+    """Return the error with which `check` refuses a command line."""
     with pytest.raises(ConfigError) as caught:
         load(words, LAPTOP, {})
     return caught.value

@@ -1,4 +1,4 @@
-"""What null stands for: values of the model, the device and the layout, each with its reason."""
+"""Meanings of null: values of the model, the device and the layout, each with its reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def loaded(words: str, machine: Machine = LAPTOP) -> Loaded:
 
 
 def at(found: Loaded, key: str) -> tuple[Any, str]:
-    """A key's value, and why."""
+    """Return the value of a key and its reason."""
     return found.run.flat()[key], found.origins[key]
 
 

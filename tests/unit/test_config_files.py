@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(20)
 
 @pytest.fixture
 def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder with a named pipe and a socket in it."""
+    """Enter a working folder with a named pipe and a socket in it."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.yaml")
     os.mkfifo("pipe.json")
@@ -79,7 +79,7 @@ def test_config_files_piped_config_json_is_named(
 def test_config_files_file_swapped_for_pipe_is_not_awaited(
     odd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # it was regular when it was asked
+    # it was a regular file when its kind was read
     monkeypatch.setattr("mtrain.config.disk.files.kind_of", lambda path: "")
     with pytest.raises(ConfigError, match="is a named pipe"):
         read_bytes(odd / "pipe.yaml", "pipe.yaml")

@@ -472,8 +472,8 @@ def _errors_on(words: str, machine: Machine) -> set[tuple[str, str]]:
     ["kernels=auto", "kernels=te", "kernels=triton", "kernels.linear=te", "kernels.attention=te"],
 )
 def test_resolve_missing_devices_refuse_no_cluster_run(choice: str, use: str) -> None:
-    """A key that the cluster's machine resolves is not validated before; one that is named is,
-    everywhere.
+    """Skip rules on a key that the cluster's machine resolves, but apply them to a key that is
+    set.
     """
     there = _errors_on(f"{choice} {use}", THERE)
     elsewhere = _errors_on(f"{choice} {use}", ELSEWHERE)

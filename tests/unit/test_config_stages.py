@@ -1,4 +1,4 @@
-"""What each pipeline stage holds: written as a layout, as sizes, or counted."""
+"""Contents of each pipeline stage: written as a layout, as sizes, or counted."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Spec(NamedTuple):
 
 
 def specs(name: str, shape: tuple[int, int], halves: int) -> tuple[Any, ...]:
-    """A tensor of layer 0 or 1 as megatron-core describes it: in so many parts."""
+    """Return a tensor of layer 0 or 1 as megatron-core describes it: in so many parts."""
     key = name.replace(".0.", ".").replace(".1.", ".")
     layer = int(".1." in name)
     rows = shape[0] // halves
@@ -66,7 +66,7 @@ def ours() -> dict[str, Box]:
 
 
 def source(folder: Path, **shapes: tuple[int, int]) -> Path:
-    """A folder with the weights of two layers."""
+    """Write a folder with the weights of two layers."""
     folder.mkdir()
     shapes = {"gate": (3, 4), "up": (3, 4), "down": (4, 3), **shapes}
     names = [f"{i}.{name}" for i in range(2) for name in shapes]
@@ -79,7 +79,7 @@ def source(folder: Path, **shapes: tuple[int, int]) -> Path:
 
 
 def taken(tmp_path: Path, *tables: Table, **shapes: Any) -> Path:
-    """The checkpoint of an import."""
+    """Return the checkpoint of an import."""
     reader = Reader(open_folder(source(tmp_path / "theirs", **shapes)))
     return import_weights(reader, tables, RUN, tmp_path / "checkpoints", ours())[0]
 

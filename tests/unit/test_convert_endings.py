@@ -1,4 +1,4 @@
-"""How a conversion ends that cannot go on: a full disk, another process, an error in a thread.
+"""Conversions that fail: a full disk, another process, an error in a thread.
 
 Nothing stays.
 """
@@ -82,8 +82,8 @@ def test_convert_disk_error_is_not_lost(
 def test_convert_file_is_whole_for_any_block_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: bool
 ) -> None:
-    """`refused`: the file system opens files past the page cache, and then does not
-    write them so.
+    """Write past the page cache; with `refused` the file system opens files so, but then does not
+    write them.
     """
     monkeypatch.setattr(direct_file, "BLOCK_BYTES", 4096)
     pwrite = os.pwrite

@@ -17,7 +17,7 @@ from tests.support.configs import LAPTOP
 
 @pytest.fixture(scope="module")
 def run() -> RunConfig:
-    """Samples shorter than those that null means on a CPU."""
+    """Return a run with samples shorter than those that null means on a CPU."""
     return load(
         ["model=t5_tiny", "data=mock", "data.seq_length=64", "parallel=single"], LAPTOP, {}
     ).run

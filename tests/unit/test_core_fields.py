@@ -1,4 +1,4 @@
-"""Which field of megatron-core a key feeds is found by watching the tables read."""
+"""Fields of megatron-core that each key feeds, found by watching the tables read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs as keys: what each release of megatron-core is told, what is refused, and flags."""
+"""CUDA graphs as keys: their fields in each release of megatron-core, refusals, and flags."""
 
 from __future__ import annotations
 

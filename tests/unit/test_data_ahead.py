@@ -1,5 +1,5 @@
-"""What a thread reads ahead is what would have been read; its errors come where they are due, and
-it ends.
+"""Prefetching in a thread: it reads the same batches, raises its errors when their batch is due,
+and ends.
 """
 
 from __future__ import annotations

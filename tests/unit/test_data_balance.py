@@ -30,7 +30,7 @@ def _ranks(micro: int, ranks: int, *, balanced: bool) -> list[GlobalBatches]:
 
 
 def _works(micro: int, ranks: int, *, balanced: bool) -> np.ndarray:
-    """What attention takes in [micro-batches, ranks]."""
+    """Return the work of attention, [micro-batches, ranks]."""
     of_ranks = [one.microbatches(SIZE) for one in _ranks(micro, ranks, balanced=balanced)]
     return np.array(
         [[(b["cu_seqlens"].diff() ** 2).sum().item() for b in batches] for batches in of_ranks]

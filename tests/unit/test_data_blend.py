@@ -197,8 +197,8 @@ def counts(mixed: Blend, numbers: range) -> np.ndarray:
 
 
 def gapless(mixed: Blend, samples: int) -> None:
-    """Every part gives its own samples 0, 1, 2, ..., each once, up to the end of the block of the
-    last sample.
+    """Check that every part gives its own samples 0, 1, 2, ..., each once, up to the end of the
+    block of the last sample.
     """
     stretch = next(s for s in reversed(mixed.stretches) if s.first < samples)
     block = int(stretch.block_of(np.array([samples - 1 - stretch.first]))[0])
@@ -474,4 +474,4 @@ def test_blend_check_takes_tiny_share_and_reports_unread(
     code, found = said("[3,1e-13,1]")
     assert code == 2
     fix = f"give {prefixes[1]} a larger weight, or 0, which leaves it out"
-    assert found["problems"][0]["fix"] == fix, "no corpus is left out unless somebody says so"
+    assert found["problems"][0]["fix"] == fix, "no corpus is left out unless its weight is 0"

@@ -216,9 +216,7 @@ def test_corpora_foreign_corpus_gets_a_manifest(
     raw[100] ^= 1
     (tmp_path / "c.bin").write_bytes(raw)
     assert data("verify", prefix) == 4
-    assert data("verify", prefix, "write=true") == 4, (
-        "a manifest that is there is not written again"
-    )
+    assert data("verify", prefix, "write=true") == 4, "an existing manifest is not written again"
 
 
 def tokens(prefix: Path) -> list[list[int]]:

@@ -30,7 +30,7 @@ Case = tuple[str, bytes]
 
 
 def changed(raw: bytes, rng: np.random.Generator) -> bytes:
-    """Some bytes of a file are others, gone, or there twice."""
+    """Change, remove or repeat some bytes of a file."""
     data = bytearray(raw)
     for _ in range(int(rng.integers(1, 6))):
         if len(data) < 2:
@@ -63,7 +63,7 @@ def member(name: str, data: bytes = b"hello", **facts: object) -> bytes:
 
 
 def header(**facts: object) -> bytes:
-    """A header that says more than there is."""
+    """Return a header whose claims exceed the file."""
     info = tarfile.TarInfo("a.txt")
     for key, value in facts.items():
         setattr(info, key, value)

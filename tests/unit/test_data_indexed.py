@@ -238,7 +238,7 @@ def test_indexed_1500_mutations_are_refused_or_harmless(tmp_path: Path) -> None:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index of a few hundred sequences is read in parts."""
+    """Lower the limits so that an index of a few hundred sequences is read in parts."""
     for name, value in (("LARGE", 100), ("PARTS", 3), ("PART", 8), ("STEP", 64)):
         monkeypatch.setattr(indexed, name, value)
 

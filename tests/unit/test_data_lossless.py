@@ -1,6 +1,4 @@
-"""Nothing of an input is lost without a word: what is cut off is refused, what is left out is
-named.
-"""
+"""Input that would be lost: truncated input is refused, and skipped input is named."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, tokenizer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with `tokenizer.json`, and small units."""
+    """Enter a folder with `tokenizer.json`, and use small units."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sources, "UNIT", 1 << 12)
     monkeypatch.setattr(build, "UNIT", 1 << 12)

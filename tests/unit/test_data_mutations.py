@@ -24,8 +24,8 @@ VOCAB = 500
 
 
 def mutated(raw: bytes, random: np.random.Generator) -> bytes:
-    """One of the ways in which files are damaged: bits, bytes, runs of zeros, cuts, insertions,
-    blocks exchanged.
+    """Damage a file in one way: bits, bytes, runs of zeros, cuts, insertions, or exchanged
+    blocks.
     """
     data = bytearray(raw)
     at = int(random.integers(len(raw)))
@@ -84,7 +84,7 @@ def test_data_mutations_are_all_reported(tmp_path: Path, count: int, order: str)
         except (CorruptData, ConfigError) as error:
             problem = error
         if problem is None:
-            assert raw == files[name], f"trial {trial}: {name} is another, and nobody says so"
+            assert raw == files[name], f"trial {trial}: {name} has changed without a problem"
             same += 1
         elif isinstance(problem, ConfigError):
             assert {p.code for p in problem.problems} <= {"MT609", "MT605"}

@@ -47,7 +47,7 @@ def splits_of(tmp_path: Path, asked: int, **more: Any) -> Splits:
 
 
 def counted(splits: Splits, asked: int, batch: int) -> list[int]:
-    """Every label whose loss counts in an evaluation of `asked` samples."""
+    """Return every label whose loss counts in an evaluation of `asked` samples."""
     from mtrain.data.batch import evaluation_samples
 
     data = GlobalBatches(

@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two corpora whose tokens are their places, from 0 and from 30,000 on."""
+    """Write two corpora whose tokens are their positions, from 0 and from 30,000 on."""
     for name, first, tokens in (("a", 0, 20_000), ("b", 30_000, 9_000)):
         with IndexedWriter(tmp_path / name, np.dtype("<u2")) as writer:
             writer.add(np.arange(first, first + tokens), np.full(tokens // 50, 50))

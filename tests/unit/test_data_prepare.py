@@ -1,4 +1,4 @@
-"""From text files to a cached token corpus: order, messages, atomicity, concurrency."""
+"""Preparation of text files as a cached token corpus: order, messages, atomicity, concurrency."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def test_prepare_limit_bounds_reading(name: str, tmp_path: Path) -> None:
     if not name:
         tmp_path.joinpath("other.txt").write_text("é" * 5000)
     texts = dict(open_corpus(config(tmp_path / name, limit_mib=1001 / 2**20)))
-    assert "".join(texts.values()) == "é" * 500  # half a letter is none
+    assert "".join(texts.values()) == "é" * 500  # half a letter is dropped
 
 
 def test_prepare_single_file_is_cut_into_documents(folder: Path) -> None:
@@ -489,7 +489,7 @@ assert not {'torch', 'tokenizers'} & set(sys.modules)
 
 @pytest.fixture
 def shelf(folder: Path) -> Callable[..., Path]:
-    """Makes a corpus in the cache that was used so many days ago."""
+    """Return a function that puts a corpus into the cache, last used so many days ago."""
     made = prepare(config(folder)).prefix
     assert made is not None
 

@@ -28,8 +28,8 @@ KIB = 1024
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The store with the corpora a and b in it, which lie in `tmp_path` too; blocks are
-    of 4 KiB.
+    """Provide a store with the corpora a and b, which are in `tmp_path` too; blocks are of 4
+    KiB.
     """
     monkeypatch.setattr(remote, "BLOCK_BYTES", 4 * KIB)
     store = fsspec.filesystem("memory")

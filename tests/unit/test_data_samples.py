@@ -21,7 +21,7 @@ VOCAB = 60_000
 
 
 def corpus(prefix: Path, lengths: list[int], dtype: str = "<u2") -> IndexedDataset:
-    """Documents whose tokens are their places in the stream."""
+    """Write documents whose tokens are their positions in the stream."""
     with IndexedWriter(prefix, np.dtype(dtype)) as writer:
         writer.add(np.arange(sum(lengths)), np.array(lengths))
     return IndexedDataset(prefix)

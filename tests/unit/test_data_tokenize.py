@@ -250,7 +250,7 @@ def test_tokenize_overlong_lines_are_skipped(tmp_path: Path, tokenizer: Path) ->
 
 
 def killed(work: Callable[[], object], after_s: float) -> bool:
-    """Whether a forked process that does something was ended by an alarm that nobody handles."""
+    """Return whether an unhandled alarm ended a forked process that does some work."""
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -418,7 +418,7 @@ PROSE = (
 
 @pytest.fixture
 def punkt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Data of Punkt for a language that nobody speaks, where nltk finds it."""
+    """Put data of Punkt for an invented language where nltk finds it."""
     module = pytest.importorskip("nltk.tokenize.punkt")
     data = pytest.importorskip("nltk.data")
     from nltk.tabdata import TabEncoder

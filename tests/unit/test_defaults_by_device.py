@@ -164,7 +164,7 @@ def test_device_defaults_packed_chats_count_in_windows() -> None:
 
 
 def load_anyway(words: str) -> tuple[Any, dict[str, str]]:
-    """Resolved without rules: chats and memory are not what is asked about."""
+    """Resolve without rules: neither chats nor memory are the subject here."""
     from mtrain.config.compose.composer import compose
     from mtrain.config.resolve.resolution import resolve
 

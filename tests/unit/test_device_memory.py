@@ -1,5 +1,5 @@
-"""State that no device of a cluster holds is said before anything starts; so is what a device is
-validated by.
+"""State that no device of a cluster can hold, reported before anything starts, with the memory that
+a device is compared with.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def test_explain_code_belongs_to_a_group() -> None:
 
 
 def test_explain_rule_code_belongs_to_one_rule() -> None:
-    """Whoever has read what a code means meets no other rule under it; MT150 is every key without
-    effect.
+    """Require one rule per code: a reader of its explanation meets no other rule under it; MT150 is
+    every key without effect.
     """
     rules = {code: {(rule.file, rule.name) for rule in rules_of(code)} for code in codes()}
     # a key without effect; too few tokens, of text or indexed; no end of documents

@@ -67,7 +67,9 @@ def texts(seed: int, count: int) -> list[str]:
 
 @cache
 def trained(kind: str) -> str:
-    """A small tokenizer.json: BPE on bytes, or that of sentencepiece with tokens of bytes."""
+    """Return a small tokenizer.json: BPE on bytes, or that of sentencepiece with tokens of
+    bytes.
+    """
     if kind == "bytes":
         made = Tokenizer(models.BPE())
         special = ["<|endoftext|>"]
@@ -217,7 +219,7 @@ def test_fast_features_whole_word_token_falls_back_with_note(tmp_path: Path) -> 
 
 
 def drawn(count: int, first: int) -> Iterator[tuple[int, Body]]:
-    """Tokenizers with features at random, of which many are not allowed."""
+    """Yield tokenizers with features at random, of which many are not allowed."""
     for seed in range(first, first + count):
         draw = random.Random(seed)
         kind = draw.choice(["bytes", "llama"])

@@ -41,7 +41,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def refusing(
     number: int, when: Callable[..., bool] = lambda *_: True, then: Any = None
 ) -> Callable[..., Any]:
-    """A call of the system that gives an error."""
+    """Return a system call that fails with an error number."""
 
     def call(*words: Any, **more: Any) -> Any:
         if when(*words):
@@ -76,7 +76,7 @@ def of_a_process_that_ended() -> locks.Owner:
 
 
 def owned_by(owner: locks.Owner) -> Path:
-    """A run folder that another process has left."""
+    """Return a run folder that another process has left."""
     home = Path("runs/a")
     home.mkdir(parents=True)
     (home / ".lock.owner").write_text(json.dumps(vars(owner)))

@@ -1,5 +1,5 @@
-"""A finding belongs to the keys that its rule read: what a refused key does not touch is said
-beside it.
+"""Findings belong to the keys that their rule read: a refused key hides no finding of other
+keys.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def test_findings_only_disk_rules_read_disk(monkeypatch: pytest.MonkeyPatch) -> 
 def test_findings_fix_trials_walk_a_folder_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder without a text file, beside broken rules whose fixes are tried by the dozen."""
+    """Walk a folder without a text file only once, although dozens of fixes for other rules are
+    tried.
+    """
     (tmp_path / "a.dat").write_text("text")
     walks = []
     scandir = os.scandir
@@ -95,7 +97,9 @@ def test_findings_fix_trials_walk_a_folder_once(
 
 @pytest.mark.parametrize("files", [0, MAX_ENTRIES])
 def test_findings_folder_walk_is_bounded(tmp_path: Path, files: int) -> None:
-    """Links that lead back, and more entries than are looked at: what was not seen is a warning."""
+    """Bound the walk over links that lead back and over too many entries: unread entries are a
+    warning.
+    """
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/back").symlink_to(tmp_path)
     for number in range(files):
@@ -120,9 +124,7 @@ def test_findings_fix_ignores_hidden_rules() -> None:
 
 
 def test_findings_refused_key_is_reported_with_gpu() -> None:
-    """Kernels are asked for what stands in their way, whose reading is watched within a reading
-    that is watched.
-    """
+    """Look for obstacles of kernels, whose reads are recorded inside of another recorded read."""
     machine = Machine(cpu_cores=16, memory_bytes=1 << 37, gpus=1, triton=True)
     with pytest.raises(ConfigError) as told:
         load(

@@ -1,5 +1,5 @@
-"""What somebody meets in the first hour: near choices, what was changed, a summary of everything,
-the next steps.
+"""Commands of the first hour: suggestions, a list of changes, a summary of everything, the next
+steps.
 """
 
 from __future__ import annotations

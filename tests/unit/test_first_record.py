@@ -1,6 +1,4 @@
-"""A file of chats is learned as chats where nobody says what it is, and is not learned as text in
-silence.
-"""
+"""Files of chats without data.kind: they are trained on as chats, and never silently as text."""
 
 from __future__ import annotations
 

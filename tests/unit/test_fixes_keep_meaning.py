@@ -77,7 +77,7 @@ HOSTILE = TABLES["hostile"]
 
 @pytest.mark.full
 def test_fixes_keep_command_line_values() -> None:
-    """Of every example of a code, and of inputs that are wrong in several places."""
+    """Try the fixes for every code's example, and for inputs that are wrong in several places."""
     lines = [*(code.example for code in codes().values() if code.example), *HOSTILE]
     seen = 0
     for line in lines:
@@ -101,7 +101,7 @@ def test_fixes_keep_command_line_values() -> None:
 
 
 def _changes(fix: str) -> list[dict[str, object]]:
-    """The alternatives of a fix that are settings."""
+    """Return the alternatives of a fix that are settings."""
     out = []
     for text in fix.split(" or "):
         try:

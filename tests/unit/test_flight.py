@@ -28,7 +28,7 @@ def entry(
     p2p: bool = False,
     by: str = "nccl",
 ) -> dict[str, Any]:
-    """An entry as torch 2.13 and 2.11 write it, without sizes and types."""
+    """Return an entry as torch 2.13 and 2.11 write it, without sizes and types."""
     return {
         "collective_seq_id": 0 if p2p else number,
         "is_p2p": p2p,
@@ -48,8 +48,8 @@ def entry(
 
 
 def dump(*entries: dict[str, Any], version: str = "2.10", **status: tuple[int, int, int]) -> bytes:
-    """A dump in JSON; `status` by number of the group is what was enqueued, started and completed
-    last.
+    """Return a dump in JSON; `status` holds the last enqueued, started and completed call by group
+    number.
     """
     names = ("enqueued", "started", "completed")
     return json.dumps(
@@ -110,8 +110,8 @@ def test_flight_transfer_status_is_distinguished() -> None:
 def of_rank(
     rank: int, count: int = 5, *, waits: bool = True, **calls: tuple[int, int, int]
 ) -> Status:
-    """A status of a rank that waits in the same line as all others; `calls`: launched, started,
-    done by group.
+    """Return a status of a rank that waits in the same line as all others; `calls`: launched,
+    started, done by group.
     """
     numbers = {name: Calls(name, *group) for name, group in calls.items()}
     return Status(

@@ -1,6 +1,4 @@
-"""What a kernel does beside its operation, and what speaks against it, is said with the reasons of
-a run.
-"""
+"""Fusions of a kernel with its neighbours, and the obstacles to them, in the reasons of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drawn, where a text ends, and what `generate` refuses before torch is imported."""
+"""Generation of text: sampled tokens, the end of a text, and refusals before torch is imported."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_generated_text_number_in_words_is_offered_as_number() -> None:
 def test_generated_text_reports_all_wrong_words_but_settings() -> None:
     with pytest.raises(ConfigError) as refused:
         read_words([*WRONG, "tokens=1", "tokens=2"], WORDS)
-    # temperature, and tokens twice, are said again
+    # a second problem for temperature, and two for tokens
     assert len(refused.value.problems) == len(WRONG) + 3
     values, others = read_words(
         ["stop=a", 'stop=["b", "c"]', "data=mock", "parallel=tp2", "model.top=1"], WORDS

@@ -1,5 +1,5 @@
-"""What transformers reads of a `config.json`, and what null is there: the table, and the importer
-that follows it.
+"""Keys that transformers reads from a `config.json`, and their meaning of null: the table, and the
+importer that follows it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ WINDOW = {"sliding_window": 7, "layer_types": WINDOWS}
 def read(
     tmp_path: Path, kind: str, values: dict[str, Any]
 ) -> tuple[Any, list[str], dict[str, str]]:
-    """The model that the import makes, what it refuses, and why each key was left out."""
+    """Return the imported model, the refused keys, and the reason for each key that was left
+    out.
+    """
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": kind, **values}))
     found = import_config(file)

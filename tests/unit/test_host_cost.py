@@ -111,7 +111,7 @@ def _run(script: str, folder: Path) -> dict[str, Any]:
 
 
 def test_host_cost_driver_counts_launches(tmp_path: Path) -> None:
-    """Both those of `JITFunction.run` and those of a compiled kernel that a caller has kept."""
+    """Count launches of `JITFunction.run` and those of a compiled kernel that a caller has kept."""
     found = _run(COUNTED, tmp_path)
     assert found["first"] == {"copy_kernel": 1}
     assert found["kept"] == {"copy_kernel": 1}

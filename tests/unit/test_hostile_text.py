@@ -40,8 +40,8 @@ Shown = Callable[..., tuple[int, str]]
 def shown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Shown:
-    """Runs a command in an empty folder, and holds what it prints against what a terminal would
-    obey.
+    """Return a function that runs a command in an empty folder and checks its output for text that
+    a terminal would obey.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -57,13 +57,13 @@ def shown(
 
 
 def _yaml(text: str) -> str:
-    """A quoted scalar of YAML with every odd character as an escape."""
+    """Return a quoted scalar of YAML with every odd character as an escape."""
     return '"' + "".join(c if c.isalnum() else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
 def _recipes() -> Iterator[tuple[str, str]]:
-    """Each string field of the schema with hostile text, and hostile text as a key, a choice, an
-    entry of a list.
+    """Yield recipes with hostile text in each string field of the schema, as a key, a choice, and
+    an entry of a list.
     """
     bad = _yaml(HOSTILE)
     for path, field in schema_keys().items():

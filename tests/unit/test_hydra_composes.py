@@ -1,6 +1,4 @@
-"""Random command lines compose to what Hydra alone makes of the same files, and every value names
-who set it.
-"""
+"""Random command lines, composed to the same values as by Hydra, each value with its origin."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ Not all of these configurations make sense; all compose.
 
 
 def lines(seed: int) -> list[str]:
-    """A random command line."""
+    """Return a random command line."""
     rng = random.Random(seed)
     words = [
         f"{group}={rng.choice(choices_of_group(group))}" for group in GROUPS if rng.random() < 0.35
@@ -70,7 +68,7 @@ def lines(seed: int) -> list[str]:
 
 @contextmanager
 def _stored(words: Sequence[str]) -> Iterator[list[str]]:
-    """The words for Hydra alone: layouts and the recipe are configurations of its store, and new
+    """Yield the words for Hydra: layouts and the recipe are configurations of its store, and new
     keys are added.
     """
     store = ConfigStore.instance()
@@ -105,7 +103,7 @@ def _stored(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def by_hydra_alone(words: Sequence[str]) -> dict[str, Any]:
-    """What `hydra.compose` makes of `conf/` and a command line."""
+    """Return the result of `hydra.compose` for `conf/` and a command line."""
     with _stored(words) as arguments, initialize_config_dir(str(conf_dir()), version_base="1.3"):
         found = OmegaConf.to_container(hydra_compose("config", arguments), resolve=True)
     assert isinstance(found, dict)
@@ -113,7 +111,7 @@ def by_hydra_alone(words: Sequence[str]) -> dict[str, Any]:
 
 
 def composed_by_us(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The values that are handed to the schema."""
+    """Return the values that the composer passes to the schema."""
     handed: list[dict[str, Any]] = []
     from mtrain.config.compose import composer as module
 
@@ -140,8 +138,8 @@ def test_hydra_composes_equal_trees(seed: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(CASES))
 def test_hydra_origin_states_every_value(seed: int) -> None:
-    """What the command line says is the command line's; else the named line of the named file has
-    the value.
+    """Trace each value to the command line, or to the named line of the named file, which has
+    it.
     """
     words = [
         word

@@ -141,7 +141,7 @@ def test_image_text_outside_path_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def _bomb(path: Path) -> None:
-    """A PNG of a few bytes that says that it has 30,000 by 30,000 pixels."""
+    """Write a PNG of a few bytes whose header claims 30,000 by 30,000 pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return (
@@ -248,7 +248,7 @@ def test_image_text_unreadable_records_are_named(
 
 def test_image_text_image_is_resized_cropped_normalised(tmp_path: Path) -> None:
     pixels = np.zeros((20, 60, 3), np.uint8)
-    pixels[:, 20:40] = (255, 128, 0)  # the middle alone is kept
+    pixels[:, 20:40] = (255, 128, 0)  # only the middle is kept
     Image.fromarray(pixels).save(tmp_path / "wide.png")
     found = load(tmp_path / "wide.png", 20)
     expected = (np.array([1.0, 128 / 255, 0.0]) - MEAN) / STD
@@ -335,7 +335,7 @@ def test_image_text_unsuitable_record_has_its_line(
 
 
 def test_image_text_image_beyond_sample_has_its_line(tmp_path: Path) -> None:
-    """Its patches would stand in the places of the next sample's image."""
+    """Refuse an image whose patches would take the places of the next sample's image."""
     folder = folder_of_shapes(tmp_path / "shapes", 4)
     line = {"image": "images/0000.png", "text": "a red bar " * 60 + "<image>"}
     (folder / "shapes.jsonl").write_text((json.dumps(line) + "\n") * 4)

@@ -20,7 +20,7 @@ OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
 
 
 def machine(gpus: int, visible: str | None = None) -> Machine:
-    """A machine with as many H200 as said, of which CUDA_VISIBLE_DEVICES may hide some."""
+    """Return a machine with so many H200, some of which CUDA_VISIBLE_DEVICES may hide."""
     seen = shown(
         [
             Gpu("NVIDIA H200", f"GPU-{number}{number}aa", 90, 1 << 37, 1 << 37)
@@ -32,7 +32,7 @@ def machine(gpus: int, visible: str | None = None) -> Machine:
 
 
 def refused(here: Machine, *words: str, machines: int | None = None, **environment: str) -> str:
-    """The text with which a machine refuses to run a configuration."""
+    """Return the text with which a machine refuses to run a configuration."""
     with pytest.raises(BadEnvironment) as caught:
         load(["data=mock", *words], here, environment, machines=machines)
     assert caught.value.exit_code == 3

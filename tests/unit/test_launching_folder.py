@@ -31,7 +31,7 @@ def run_of(**changes: object) -> RunConfig:
 def made(
     name: str | None, *steps: int, age_s: float = 0.0, launch: str | None = None, **changes: object
 ) -> Path:
-    """A run folder as a run leaves it, with empty committed checkpoints."""
+    """Return a run folder as a run leaves it, with empty committed checkpoints."""
     run = run_of(log__name=name, **changes)
     with folder.opened(run, folder.plan(run, launch=launch), [], launch=launch) as owned:
         home = owned.folder
@@ -346,7 +346,7 @@ def test_folder_unnamed_resumes_only_same_launch() -> None:
     made("by-hand", 4, age_s=20)
     made("other", 6, age_s=10, launch=TORCHRUN, optim__lr=0.5)
     assert folder.plan(run_of(), launch=TORCHRUN).new
-    assert folder.plan(run_of()).new, "by hand a run is new unless another thing is said"
+    assert folder.plan(run_of()).new, "a run started by hand is new unless a key resumes one"
     mine = made("mine", 8, launch=TORCHRUN)
     found = folder.plan(run_of(), launch=TORCHRUN)
     assert (found.folder, found.checkpoint) == (mine, mine / "checkpoints/step_00000008")

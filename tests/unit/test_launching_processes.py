@@ -30,7 +30,7 @@ STOPPED = "import signal; raise SystemExit(signal.getsignal(signal.SIGTERM) is n
 
 @contextmanager
 def ignored(number: signal.Signals) -> Iterator[None]:
-    """A signal that this process ignores."""
+    """Ignore a signal in this process."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         yield
@@ -39,7 +39,7 @@ def ignored(number: signal.Signals) -> Iterator[None]:
 
 
 def code_of(pid: int) -> int:
-    """The exit code of a child, once it has ended."""
+    """Return the exit code of a child, once it has ended."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -113,8 +113,8 @@ def test_processes_stop_reaches_starting_rank(tmp_path: Path) -> None:
 
 
 def _stopped_in(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Has a function ask this process to stop, twice, before it returns; tells whether it was
-    called.
+    """Make a function request a stop of this process, twice, before it returns; return a function
+    that tells whether it was called.
     """
     real = getattr(owner, name)
     called: list[bool] = []

@@ -1,4 +1,4 @@
-"""What is alive in a forward and in a backward, from operations that were written down by hand."""
+"""Liveness of tensors in a forward and a backward, for operations written by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from mtrain.models.liveness import backward, backwards, forward, forwards
 
 
 def test_liveness_gradient_spans_reader_to_maker() -> None:
-    """x 1 -> linear -> 10 -> activation -> 100, and a sum with x, whose gradient is handed on."""
+    """Follow x 1 -> linear -> 10 -> activation -> 100, and a sum with x, whose gradient is passed
+    on.
+    """
     g = Graph()
     x = Tensor(1)
     middle = Tensor(10)

@@ -1,5 +1,5 @@
-"""A run goes on longer where its learning rate so far is that of the longer run; else the new curve
-is told.
+"""Longer runs: they continue one whose learning rates so far are theirs; otherwise the new curve is
+reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _run(steps: int, **optim: Any) -> RunConfig:
 
 
 def test_longer_runs_rates_equal_logged() -> None:
-    """Of four steps with a cosine from 6e-3, as megatron-core's scheduler gave them."""
+    """Compare four steps of a cosine from 6e-3 with megatron-core's scheduler."""
     run = _run(4, lr=6e-3, min_lr=6e-4, warmup_iters=0)
     logged = [0.005209188309203678, 0.0033, 0.0013908116907963219, 0.0006]
     assert [rate(run, step) for step in range(1, 5)] == pytest.approx(logged, abs=1e-12)

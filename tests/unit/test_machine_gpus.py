@@ -234,7 +234,7 @@ def refused(found: Machine, **changes: object) -> str:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch for CUDA 13.0."""
+    """Pretend that torch is built for CUDA 13.0."""
     monkeypatch.setattr("mtrain.config.machine.hardware.cuda_of_torch", lambda: "13.0")
 
 

@@ -26,7 +26,7 @@ RECIPES = [
 
 
 def sample(**axes: list[str]) -> dict[tuple[str, ...], tuple[bool, str]]:
-    """Reports of a small table by choice."""
+    """Return the reports of a small table by choice."""
     wanted = {axis: axes[axis] for axis in AXES}
     found = validated(wanted, compose(["data=mock"]).run, LAPTOP)
     return {(v.model, v.parallel, v.precision, v.cluster): (v.ok, v.code) for v in found}
@@ -127,7 +127,7 @@ def test_matrix_whole_is_fast_and_explains_reasons(
 
 
 def _huge() -> set[str]:
-    """Models whose state alone is larger than the largest cluster that ships."""
+    """Return the models whose state by itself exceeds the largest cluster that ships."""
     from mtrain.plan.count import parameters
 
     return {

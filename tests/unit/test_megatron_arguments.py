@@ -1,5 +1,5 @@
-"""Arguments that a checkpoint of Megatron-LM keeps, beside the model that its weights
-are read as.
+"""Arguments in a checkpoint of Megatron-LM, compared with the model that its weights are read
+as.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TABLES = tables("megatron_arguments")
 
 @cache
 def of_model(name: str, *words: str) -> RunConfig:
-    """A resolved run of a shipped model."""
+    """Return a resolved run of a shipped model."""
     return resolve(compose([f"model={name}", "data=mock", "parallel=single", *words]).run, LAPTOP)
 
 
 def apart(run: RunConfig, **changed: Any) -> dict[str, Any]:
-    """What arguments of an export that were changed differ in: the value that they say,
-    by our key.
+    """Return the differences after arguments of an export were changed: their values, by our
+    key.
     """
     from mtrain.convert.megatron.arguments_compared import differing
 
@@ -45,7 +45,7 @@ def apart(run: RunConfig, **changed: Any) -> dict[str, Any]:
 
 
 def is_megatron(name: str) -> bool:
-    """Whether checkpoints of megatron-core have its weights."""
+    """Return whether checkpoints of megatron-core have its weights."""
     model = of_model(name).model
     return family_of(model).megatron_names and model.dsa is None and model.linear_attention is None
 

@@ -18,25 +18,25 @@ from tests.support import hostile_torch_dist as hostile
 
 NOWHERE = Path("canary")
 MOST_BYTES = 50 << 20
-"""Of Python's memory, for files of at most 4 MiB."""
+"""Limit on Python's memory, for files of at most 4 MiB."""
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without a fault, and the folder that holds it."""
+    """Return a valid checkpoint in a folder of its own."""
     return hostile.write_good(tmp_path_factory.mktemp("good"))
 
 
 @pytest.fixture
 def copy(good: Path, tmp_path: Path) -> Path:
-    """The same, to be changed."""
+    """Return a copy of it that a test may change."""
     shutil.copytree(good.parent, tmp_path / "theirs")
     return tmp_path / "theirs" / good.name
 
 
 @pytest.fixture
 def measured() -> Iterator[None]:
-    """No fault takes much memory."""
+    """Assert that no fault takes much memory."""
     tracemalloc.start()
     try:
         yield
@@ -47,7 +47,7 @@ def measured() -> Iterator[None]:
 
 
 def refused(path: Path, capsys: pytest.CaptureFixture[str], *verb: str) -> str:
-    """The one line that a conversion ends with."""
+    """Return the one line that a conversion ends with."""
     around = path.parent if path.name == "theirs" else path.parent.parent
     before = {p: p.lstat().st_size for p in around.rglob("*")}
     assert main(["convert", *(verb or ("inspect",)), str(path)]) == 4

@@ -28,7 +28,7 @@ SEQ = 16
 
 
 def corpus(prefix: Path, sequences: int, seed: int, longest: int = 40) -> str:
-    """Random documents, some of them empty, some of several sequences."""
+    """Write random documents, some of them empty, some of several sequences."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, longest, sequences)
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:

@@ -41,12 +41,12 @@ no_family = object()
 
 
 def toy_chunk(run: Any, config: Any, stage: int | None) -> tuple[str, int, int | None]:
-    """What a chunk of the toy family is."""
+    """Return the chunk of the toy family: its facts."""
     return "toy", config.num_layers, stage
 
 
 def _plug_in(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
-    """Installs a family; returns the groups whose entry points are looked for from then on."""
+    """Install a family; return the groups whose entry points are looked up from then on."""
     entry = EntryPoint("toy", value, families.GROUP)
     looked = list[str]()
 

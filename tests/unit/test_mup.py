@@ -1,5 +1,5 @@
-"""muP and repeated predictions as keys: what they are refused beside, and how other formats say
-them.
+"""Keys of muP and repeated predictions: keys that they exclude, and their spelling in other
+formats.
 """
 
 from __future__ import annotations

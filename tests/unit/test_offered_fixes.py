@@ -1,5 +1,5 @@
-"""What is offered for a wrong input: the value that was meant, which the key takes, and never
-something made up.
+"""Suggestions for a wrong input: the intended value, which the key accepts, and never an invented
+one.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ FILES = TABLES["files"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working folder with a recipe and a file that is none."""
+    """Enter a working folder with a recipe and files that are no recipes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("trainer: {seed: 7}\n")
     (tmp_path / "my.yaml").write_text("num_layers: 7\n")

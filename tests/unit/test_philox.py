@@ -20,7 +20,7 @@ ELSEWHERE: Any = SimpleNamespace(type="another device")
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is not the host computes on the host."""
+    """Pretend that a device other than the host computes on the host."""
     real = Stream._elsewhere
     monkeypatch.setattr(
         Stream, "_elsewhere", lambda self, starts, count, _: real(self, starts, count, CPU)
@@ -28,7 +28,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_philox_words_equal_publication() -> None:
-    """The known answers of Random123 for a counter and a key of zeros."""
+    """Compare with the known answers of Random123 for a counter and a key of zeros."""
     answers = ["16554d9eca36314c", "db20fe9d672d0fdc", "d7e772cee186176b", "7e68b68aec7ba23b"]
     found = Stream(0).words(torch.tensor([0]))[0].tolist()
     assert [f"{word % 2**64:016x}" for word in found] == answers

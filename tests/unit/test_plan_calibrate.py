@@ -197,7 +197,7 @@ BAD = {
         '{"dtype": ["float32"], "ceilings": {}}',
         "and not one of bfloat16",
     ),
-    "ceilings that are none": ('{"dtype": "float32", "ceilings": 3}', "no mapping of rates"),
+    "ceilings of the wrong type": ('{"dtype": "float32", "ceilings": 3}', "no mapping of rates"),
     "ceilings of infinity": (
         json.dumps(KERNELS | {"ceilings": {"gemm_flop_per_s": float("inf")}}),
         "a number above 0",

@@ -1,4 +1,4 @@
-"""What was planned of a run beside what was measured: part by part."""
+"""Comparison of a run's plan with its measurements, part by part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ PLAN: dict[str, Any] = planned(RUN) or {}
 
 
 def lines(share: float) -> list[dict[str, Any]]:
-    """Steps that take so much of what was planned, after three that take ten times as long."""
+    """Return steps that take so much of the planned time, after three that take ten times as
+    long.
+    """
     keys = ("step_s", "forward_backward_s", "optimizer_s")
     slow, usual = ({key: PLAN[key] * times for key in keys} for times in (10 * share, share))
     return [{"step": n + 1, **(slow if n < 3 else usual)} for n in range(12)]
@@ -47,9 +49,7 @@ def test_compare_covers_each_part() -> None:
 
 
 def test_compare_memory_is_compared_by_kind(tmp_path: Path) -> None:
-    """Tensors have neither the context nor what the allocator holds beside them; the driver counts
-    both.
-    """
+    """Exclude the context and the allocator's reserve from tensors; the driver counts both."""
     stage = report(RUN)["memory"]["stages"][1]
     context = stage["parts"]["context"]
     reserve = stage["parts"]["reserve"]
@@ -122,7 +122,7 @@ def test_compare_unknown_rates_are_reported(
 
 HOSTILE = {
     "a deep line": ("metrics.jsonl", "[" * 100_000 + "\n", 0, ""),
-    "numbers that are none": (
+    "numbers of the wrong type": (
         "metrics.jsonl",
         '{"step": 9, "step_s": NaN}\n{"step": 10, "step_s": true}\n',
         0,

@@ -50,7 +50,7 @@ def test_plan_memory_fix_makes_plan_fit(words: str) -> None:
 
 
 def test_plan_memory_sample_is_judged_by_named_machine() -> None:
-    """The same run fits a larger machine, and a device of a cluster counts alone."""
+    """Accept the same run on a larger machine; on a cluster, only a device's memory counts."""
     words = LONG.format(4_000_000).split()
     with pytest.raises(ConfigError, match="MT147"):
         load(words, LAPTOP, {})

@@ -69,7 +69,7 @@ def test_plan_pictures_bubble_of_equal_stages_follows_formula(
     pp: int, vpp: int, micro: int
 ) -> None:
     run = run_of(f"parallel=pp{pp}", f"parallel.vpp={vpp}", f"trainer.global_batch_size={micro}")
-    stages = [  # layers alone: no output layer that makes the last stage larger
+    stages = [  # only layers: no output layer that makes the last stage larger
         type(stage)(
             run, stage.stage, stage.held, stage.states, tuple(chunk[1:-1] for chunk in stage.chunks)
         )
@@ -153,7 +153,7 @@ def test_plan_pictures_page_needs_no_network(
 
 
 def test_plan_pictures_block_numbers_are_legible() -> None:
-    """On each colour with a contrast of 4 at least (WCAG 2.1, 1.4.3 asks 3 of large text and 4.5 of
+    """Require a contrast of 4 on each colour (WCAG 2.1, 1.4.3 requires 3 of large text and 4.5 of
     small).
     """
 
@@ -237,8 +237,8 @@ def test_plan_pictures_long_step_draws_first_micro_batches() -> None:
 
 
 def test_plan_pictures_cut_schedule_ends_with_last_micro_batch(tmp_path: Path) -> None:
-    """It begins with the first, goes on as full as it was behind the break, and drains once, at the
-    end.
+    """Begin with the first micro-batch, continue after the cut as full as before, and drain once,
+    at the end.
     """
     page = tmp_path / "plan.html"
     words = [

@@ -1,5 +1,5 @@
-"""The plan: what it counts adds up, it is made in a moment and without torch, and what does not fit
-is said.
+"""The plan: its counts add up, it is made in a moment and without torch, and it reports what does
+not fit.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ NO_STAGES = {"t5"}
     "name", some(sorted(set(MODELS)), ["gpt2", "deepseek_v2_lite", "t5_small"])
 )
 def test_plan_report_rank_weights_add_up_to_model(name: str) -> None:
-    """Whole and cut in two, by tensor and by pipeline, with the tables that two stages
-    share once.
+    """Add up the weights of a whole model and of one cut in two, by tensor and by pipeline,
+    counting tables that two stages share once.
     """
     on = ON
     if name.startswith("llava"):  # an image and text
@@ -85,7 +85,7 @@ def test_plan_report_rank_weights_add_up_to_model(name: str) -> None:
     "model=deepseek_v2_lite parallel=ep4 parallel.distributed_optimizer=false",
 ])  # fmt: skip
 def test_plan_report_rank_bytes_add_up_to_state(words: str) -> None:
-    """But for the padding of buffers."""
+    """Ignore the padding of buffers."""
     run = run_of(f"{words} {ON}")
     stages = stage_memories(run)
     each = sum(s.parts["weights"] + s.parts["gradients"] + s.parts["optimizer"] for s in stages)
@@ -153,9 +153,7 @@ def test_plan_report_unfit_plan_names_a_fitting_change() -> None:
 def test_plan_report_lacking_page_has_a_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reserve of the allocator is in both; where nobody knows what a change needs, it is no
-    fix.
-    """
+    """Count the allocator's reserve in both; a change whose memory is unknown is no fix."""
     words = f"model=llama3_8b parallel=tp2 {KEPT} kernels.loss_logits_mib=256 {ON}".replace(
         "=512", "=8192"
     )
@@ -267,8 +265,8 @@ def test_plan_report_bidirectional_model_has_one_count(
 
 
 def test_plan_report_packed_documents_attend_to_themselves() -> None:
-    """As many pairs in one sequence of four samples as in four, and a fourth where documents are as
-    short.
+    """Count as many pairs in one sequence of four samples as in four, and a fourth with documents a
+    fourth as long.
     """
     words = f"model=llama3_8b parallel=single {ON} parallel.recompute.granularity=none"
     words = words.replace("=512", "=4096").replace("size=1", "size=4")

@@ -1,5 +1,5 @@
-"""How a run scales: the table of `plan --scale`, what of its lists is refused, and the published
-tables beside it.
+"""Scaling of a run: the table of `plan --scale`, refused lists, and a comparison with published
+tables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ONE_B = (
 
 
 def test_plan_scale_strong_has_a_row_for_each_count() -> None:
-    """In a fresh process, as a user runs it."""
+    """Run in a fresh process, as a user does."""
     done = mtrain("plan", "--scale", "8,16,...,48", *ONE_B, "--json", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     points = json.loads(done.stdout)["points"]
@@ -121,8 +121,8 @@ def test_plan_scale_documented_row_equals_prediction(name: str, place: int) -> N
 
 
 def test_plan_scale_published_figures_equal_source() -> None:
-    """The text of the source states the ends of the strong scaling; its chart and table have one
-    point in common.
+    """Compare with the source: its text states the ends of the strong scaling; its chart and table
+    have one point in common.
     """
     mfu = [row["published"] / published.PEAK for row in published.strong()]
     assert (round(mfu[0], 2), round(mfu[-1], 2)) == (0.47, 0.42)

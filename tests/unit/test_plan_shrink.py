@@ -46,8 +46,8 @@ LAYOUTS = (
 
 
 def _pairs() -> list[Any]:
-    """Every model with every second layout, the next model with the others; `make test` takes an
-    eighth of them.
+    """Return every model with every second layout, the next model with the others; `make test`
+    takes an eighth of them.
     """
     pairs = itertools.product(enumerate(choices_of_group("model")), enumerate(LAYOUTS))
     return [
@@ -96,7 +96,7 @@ def test_shrink_models_are_valid_in_every_layout(model: str, layout: str) -> Non
 
 @pytest.mark.full
 def test_shrink_half_of_models_allow_each_layout() -> None:
-    """The test above would prove nothing if every configuration were refused."""
+    """Show that the test above proves something: not every configuration is refused."""
     models = choices_of_group("model")[::6]
     for layout in ("tp2sp", "pp4", "tp4pp2sp"):
         allowed = 0

@@ -85,7 +85,9 @@ def test_plan_time_peak_doubles_large_products_only() -> None:
 
 @pytest.mark.parametrize(("vpp", "stages"), [(1, 4), (5, 4)])
 def test_plan_time_bubble_follows_schedule(vpp: int, stages: int) -> None:
-    """All stages but one idle for a micro-batch, in as many parts as there are virtual stages."""
+    """Expect all stages but one to idle for a micro-batch, in as many parts as there are virtual
+    stages.
+    """
     layout = f"tp4pp{stages}" + (f"vpp{vpp}" if vpp > 1 else "")
     work = step_work(run_of(DENSE.replace("tp4pp4", layout)))
     alike = replace(work, stages=(work.stages[1],) * stages, weights=(work.weights[1],) * stages)
@@ -134,7 +136,7 @@ def test_plan_time_sharded_weights_travel_per_micro_batch() -> None:
 
 
 def test_plan_time_sharding_slows_as_published() -> None:
-    """By 37.22% from 128 to 2048 H100, Llama-2 7B with two samples on each (arXiv:2411.13055)."""
+    """Lose 37.22% from 128 to 2048 H100, Llama-2 7B with two samples on each (arXiv:2411.13055)."""
     words = (
         "model=llama2_7b parallel=dp parallel.fsdp=fsdp2 parallel.distributed_optimizer=false"
         " cluster=h100 data=mock"
@@ -177,8 +179,8 @@ ROWS = [
     "row", ROWS[::2], ids=lambda row: f"{row['model']}-{row['gpu']}-{row['precision']}"
 )
 def test_plan_time_dense_rates_are_near_published(row: dict[str, str]) -> None:
-    """By the efficiencies that ship, for software without the overlap of tensor parallelism that
-    these rows have.
+    """Use the efficiencies that ship, without the overlap of tensor parallelism, which the software
+    of these rows lacks.
     """
     found = published.measured(row)
     assert not isinstance(found, str)
@@ -212,7 +214,7 @@ def test_plan_time_contradicting_rows_are_both_listed() -> None:
 
 
 def test_plan_time_row_goes_to_each_rank_once() -> None:
-    """Of eight experts on eight ranks a token meets 5.25 ranks in the mean."""
+    """Expect a token to meet 5.25 of eight ranks on average, with eight experts for each token."""
     links = Links(device_of(run_of(EXPERTS).cluster), shipped())
     sent = Exchange("ep", "all_to_all", 1 << 30, 8)
     near = Group(8, 1)
@@ -324,7 +326,7 @@ def test_plan_time_omitted_values_come_from_release_recipe() -> None:
 
 
 def test_plan_time_other_software_states_its_rows() -> None:
-    """Every row names its source, and nearly all are configurations of mtrain."""
+    """Require a source of every row; nearly all rows are configurations of mtrain."""
     rows = published.rows(published.OTHER)
     assert len(rows) >= 120
     assert all(row["source"] and published.described(published.software(row)) for row in rows)

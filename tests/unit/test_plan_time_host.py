@@ -22,7 +22,7 @@ SPANS = [Span(5.0, 1.0), Span(1.0, 6.0), Span(4.0, 2.0)]
 
 
 def followed(spans: list[Span]) -> float:
-    """The same queue, kernel by kernel."""
+    """Follow the same queue, kernel by kernel."""
     parts = 1000
     host = device = 0.0
     for span in spans:
@@ -68,7 +68,7 @@ def test_plan_time_host_cost_hides_behind_device() -> None:
 
 
 def test_plan_time_low_precision_waits_per_product() -> None:
-    """A host that waits in each layer gains nothing from being ahead in another."""
+    """Show that a host that waits in each layer gains nothing from being ahead in another."""
     found = work("8b fp8_tensorwise")
     device = device_of(found.run.cluster)
     host = own().host

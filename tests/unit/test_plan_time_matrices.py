@@ -37,7 +37,7 @@ def update_of(words: str) -> float:
 
 
 def muon_of(words: str, own: str = "") -> float:
-    """Seconds that muon, with keys of its own, takes more than adamw."""
+    """Return the seconds that muon, with keys of its own, takes more than adamw."""
     return update_of(f"{words} optim=muon {own}") - update_of(words)
 
 
@@ -86,13 +86,13 @@ def test_plan_time_steps_and_format_decide() -> None:
 
 
 def soap_of(words: str, own: str = "") -> float:
-    """Seconds that soap, with keys of its own, takes more than adamw."""
+    """Return the seconds that soap, with keys of its own, takes more than adamw."""
     return update_of(f"{words} optim=soap {own}") - update_of(words)
 
 
 def test_plan_time_rotations_and_bases_take_their_share() -> None:
-    """In fp32: three turns and an average for each side of at most 10,000; the wider sides of MLPs
-    have none.
+    """Count in fp32: three turns and an average for each side of at most 10,000; the wider sides of
+    MLPs have none.
     """
     h = 8192
     up = 2 * 28672

@@ -1,6 +1,4 @@
-"""What a step's time is made of: which products have weights, which weights travel and are updated,
-and by what.
-"""
+"""Parts of a step's time: products with weights, and the weights that are sent and updated."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def test_plan_time_frozen_weight_needs_no_gradient_gemm() -> None:
 
 
 def test_plan_time_gradient_sums_move_their_format() -> None:
-    """Of few rows, a product that adds up a gradient waits for memory."""
+    """Show that with few rows a product that accumulates a gradient is bound by memory."""
     few = SMALL.replace("4096", "64")
     wide, half = (
         step_time(run_of(f"{few} precision.grad_reduce_in_fp32={on}")).parts["gemm"]
@@ -187,7 +185,7 @@ def test_plan_time_scan_takes_a_few_launches() -> None:
 
 
 def test_plan_time_short_inner_dimension_costs_more() -> None:
-    """A tile is begun and ended in as long on each of them."""
+    """Begin and end a tile in the same time on each of them."""
 
     def lost(cluster: str) -> float:
         device = device_of(run_of(SMALL.replace("h100x8", cluster)).cluster)
@@ -202,7 +200,7 @@ def test_plan_time_short_inner_dimension_costs_more() -> None:
 
 
 def test_plan_time_measured_gemm_rate_is_used() -> None:
-    """On a device of any generation and power."""
+    """Use it on a device of any generation and power."""
     large = Linear(Product(1 << 15, 1 << 15, 1 << 15), low=False, grouped=False)
     for name in ("h100", "gb200", "gb300"):
         run = run_of(SMALL.replace("h100x8", f"{name} cluster.nodes=2"))

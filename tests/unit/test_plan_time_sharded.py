@@ -1,5 +1,5 @@
-"""What FSDP sends, by hand: qwen3_235b_a22b on 32 machines of 8 H100, in one micro-batch of 8
-samples a device.
+"""Traffic of FSDP, calculated by hand: qwen3_235b_a22b on 32 machines of 8 H100, in one micro-batch
+of 8 samples a device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run_of(words: str) -> RunConfig:
 
 
 def test_plan_time_fsdp_sends_less_than_experts_at_many_tokens() -> None:
-    """Why `tune` puts this model on FSDP alone, and the published layout has tp2 pp8 ep32.
+    """Explain why `tune` puts this model on FSDP only, while the published layout has tp2 pp8 ep32.
 
     FSDP gathers weights in bf16 twice and reduces gradients in fp32: 8 bytes of each of 235B
     weights go past every network of a machine's 8, 235 GB for 32,768 tokens, or 7.2 MB a token.
@@ -65,8 +65,8 @@ def test_plan_time_fsdp_sends_less_than_experts_at_many_tokens() -> None:
 
 
 def test_plan_time_fsdp_holds_experts_of_two_layers() -> None:
-    """Weights of a layer and the next, gradients of one in bf16, and in fp32 while they are
-    reduced; 0.9% below the trace of four layers of it.
+    """Count the weights of a layer and the next, gradients of one in bf16, and in fp32 while they
+    are reduced; 0.9% below the trace of four layers of it.
     """
     memory = worst_stage(run_of(f"{FSDP} parallel.recompute.granularity=full"))
     layer = 128 * 3 * 4096 * 1536

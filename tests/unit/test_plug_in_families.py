@@ -54,13 +54,15 @@ EXPLAINED = {
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the distribution, as an installer would leave it."""
+    """Return a folder with the distribution, as an installer would leave it."""
     return write(tmp_path_factory.mktemp("site"), {})
 
 
 @pytest.fixture(scope="module")
 def shown(installed: Path) -> dict[str, tuple[int, str]]:
-    """The exit code and output of the command lines that only read, by the words looked for."""
+    """Return the exit code and output of the command lines that only read, by the expected
+    words.
+    """
     lines = {words: ("check", *argv) for words, argv in REFUSED.items()}
     lines |= {words: ("explain", *argv) for words, argv in EXPLAINED.items()}
     lines[ACCEPTED] = ("check", *RING, "model.ring={turns:2}")

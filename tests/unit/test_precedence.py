@@ -1,5 +1,5 @@
-"""Who wins where several set one key, for every pair of layers, and the line that is named is the
-one that set it.
+"""Precedence of layers that set the same key, for every pair of layers; the named line is the one
+that set it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ VALUES = {
     "recipe value": 0.5,
     "command value": 0.6,
 }
-"""What each layer sets optim.lr to; a base that a file stands on sets it a little lower than the
-file does.
-"""
+"""Values of optim.lr in each layer; a base of a file has a slightly lower value than the file."""
 KINDS = ("plain", "own", "nested", "both")
 """A group file that does not set the key; sets it; stands on one that does; and both."""
 
 
 def _files(folder: Path, chooser: str) -> None:
-    """The four kinds of file for one chooser, with the key on a line of its own in each."""
+    """Write the four kinds of file for one chooser, with the key on a line of its own in each."""
     own = VALUES[chooser]
     base = VALUES[chooser] - VALUES["base"]
     nested = f"defaults:\n  - base_{chooser}\n  - _self_\n"
@@ -69,7 +67,7 @@ def _default(conf: Path, kind: str) -> None:
 
 
 def _expected(chosen: tuple[str, str], recipe: Path | None, command: bool) -> tuple[float, str]:
-    """The value that holds and who set it, of the file that was chosen and the values above it."""
+    """Return the effective value and its origin, from the chosen file and the values above it."""
     chooser, kind = chosen
     if command:
         return VALUES["command value"], "command line"
@@ -85,8 +83,8 @@ def _expected(chosen: tuple[str, str], recipe: Path | None, command: bool) -> tu
 @pytest.mark.full
 @pytest.mark.parametrize("kind", some(KINDS, ["both"]))
 def test_precedence_higher_layer_wins_and_is_named(kind: str, conf: Path, tmp_path: Path) -> None:
-    """Lowest first: schema, what a group file stands on, the file itself, a recipe's values, the
-    command line's.
+    """Set the key in each layer, lowest first: schema, the base of a group file, the file itself, a
+    recipe's values, the command line's.
 
     Which group file that is, the command line says before a recipe, and a recipe before
     `config.yaml`. A choice on the command line takes the place of all that a recipe says of its
@@ -184,9 +182,7 @@ def test_precedence_line_is_right_in_any_style(text: str, line: int, tmp_path: P
 @pytest.mark.sampled
 @pytest.mark.parametrize("part", range(3))
 def test_precedence_shown_lines_hold_their_values(part: int) -> None:
-    """Of every key of every shared recipe that a file set, the file has the key's last word on that
-    line.
-    """
+    """Check each key that a file of a shared recipe set: the named line has its last value."""
     shared = sorted(
         p.relative_to(paths.recipes_dir()).with_suffix("").as_posix()
         for p in paths.recipes_dir().rglob("*.yaml")

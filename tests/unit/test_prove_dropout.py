@@ -1,4 +1,4 @@
-"""What `prove` says of what ranks drop, and of which runs it looks at that."""
+"""Verdicts of `prove` on the dropout masks of ranks, and the runs for which it compares them."""
 
 from __future__ import annotations
 

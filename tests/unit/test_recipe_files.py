@@ -44,7 +44,9 @@ NAMES = sorted(
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in an empty folder; exit code, stdout, stderr."""
+    """Return a function that runs a command in an empty folder and returns exit code, stdout and
+    stderr.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 

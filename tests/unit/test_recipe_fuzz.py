@@ -139,8 +139,8 @@ def test_recipe_fuzz_script_is_imported_or_refused(seed: int, tmp_path: Path) ->
 def test_recipe_fuzz_numbers_end_with_report_or_problems(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole command: the report is made of a run that may break every rule, such as too few
-    ranks.
+    """Run the whole command: its report may be about a run that breaks any rule, such as one with
+    too few ranks.
     """
     rng = random.Random(11)
     codes = set()

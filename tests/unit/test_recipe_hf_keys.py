@@ -61,12 +61,14 @@ NESTED |= {
 }
 NESTED |= {"original_max_position_embeddings"}
 ROPE: list[dict[str, Any]] = TABLES["rope"]
-"""What says nothing of a model that has no such part, and what a class computes of other keys."""
+"""Values that mean nothing for a model without the part, and those that a class computes from other
+keys.
+"""
 
 
 def defaults(kind: str) -> dict[str, Any]:
-    """Every key of a family: of a default configuration, annotated in its class, and read under
-    another name.
+    """Return every key of a family: those of a default configuration, those annotated in its class,
+    and those read under another name.
     """
     of_class = transformers.CONFIG_MAPPING[kind]
     shape = OTHER_SHAPES.get(kind) or {k: v for k, v in SHAPE.items() if hasattr(of_class(), k)}
@@ -96,7 +98,7 @@ def flags(found: Imported) -> set[str]:
 
 
 def another(value: Any) -> Any:
-    """A value of the same type, or a number for null."""
+    """Return a different value of the same type, or a number for null."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -112,7 +114,9 @@ def another(value: Any) -> Any:
 
 
 def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: str) -> str | None:
-    """What became of a key that has another value than in `base`; None: it was silently dropped."""
+    """Return the outcome for a key whose value differs from that in `base`; None: it was silently
+    dropped.
+    """
     try:
         found = read(folder, changed)
     except ConfigError as refused:
@@ -120,7 +124,7 @@ def account(folder: Path, base: dict[str, Any], changed: dict[str, Any], key: st
     if key in flags(found) and key not in ("rope_parameters", "rope_scaling"):
         return "listed"
     if any("rotary positions of kind" in u.text for u in found.unplaced):
-        return "listed, with all that is beside it"
+        return "listed, with all keys next to it"
     before = read(folder, base)
     return (
         "used, or listed" if (found.run, found.unplaced) != (before.run, before.unplaced) else None
@@ -151,7 +155,7 @@ def test_hf_keys_class_key_is_never_dropped_silently(kind: str, tmp_path: Path) 
 def test_hf_keys_rope_key_is_never_dropped_silently(
     kind: str, rope: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In the words of transformers 5, and of 4: `rope_theta` outside of `rope_scaling`."""
+    """Use the spelling of transformers 5, and that of 4: `rope_theta` outside of `rope_scaling`."""
     base = {**defaults(kind), "rope_parameters": rope}
     for key in sorted(NESTED | {"never_heard_of"}):
         if key == "type":  # the name of rope_type in transformers 4

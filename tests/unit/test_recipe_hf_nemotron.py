@@ -24,7 +24,7 @@ BIOMEGATRON: dict[str, Any] = TABLES["biomegatron"]
 
 
 def read(values: dict[str, Any], folder: Path) -> Imported:
-    """The model of a config.json."""
+    """Import the model of a config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(values))
     return import_config(file)

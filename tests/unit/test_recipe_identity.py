@@ -147,7 +147,7 @@ def _with_derived(run: UnresolvedRun) -> RunConfig:
 
 
 def _with_ranks(run: UnresolvedRun, wanted: UnresolvedRun) -> UnresolvedRun:
-    """Ranks that follow from the machines are left null by the import."""
+    """Set ranks that follow from the machines, which the import leaves null."""
     per_node = run.cluster.devices_per_node
     if (
         run.parallel.ranks is None

@@ -27,7 +27,7 @@ PROGRAM = "/opt/Megatron-LM/pretrain_bert.py"
 
 
 def script(more: str = "", program: str = PROGRAM) -> Imported:
-    """A script of one node that trains a BERT of 345M parameters."""
+    """Import a script of one node that trains a BERT of 345M parameters."""
     text = f"torchrun --nproc-per-node 8 {program} {SIZES}{TRAINED}{WORDS}{more}\n"
     return import_texts([(text, "bert.sh")], "bert")
 
@@ -50,7 +50,7 @@ def test_import_bert_script_gives_megatron_bert(tmp_path: Path) -> None:
     assert (m.activation, m.bert.head_activation) == (
         "gelu_tanh",
         "gelu",
-    ), "the fused gelu is of MLPs alone"
+    ), "only MLPs have the fused gelu"
 
 
 @pytest.mark.parametrize(

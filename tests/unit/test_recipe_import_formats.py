@@ -132,7 +132,7 @@ def test_import_formats_other_gelu_is_exported_as_key(words: str) -> None:
 
 @pytest.mark.parametrize(("topk", "groups", "best"), [(8, 4, 2), (6, 3, 2), (6, 4, 1), (6, 2, 3)])
 def test_import_formats_group_score_equals_megatron(topk: int, groups: int, best: int) -> None:
-    """Its sum is over router_topk // router_group_topk scores, whatever model it is."""
+    """Sum over router_topk // router_group_topk scores, whatever the model is."""
     flags = (
         f"--num-experts 64 --moe-router-topk {topk} --moe-router-num-groups 8"
         f" --moe-router-group-topk {groups} "

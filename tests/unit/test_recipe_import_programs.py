@@ -1,5 +1,5 @@
-"""What is imported and what is not: programs of other models, YAML, tokenizers, launchers that are
-too small.
+"""Limits of the import: programs of other models, YAML, tokenizers, launchers that are too
+small.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ OTHER: dict[str, dict[str, Any]] = TABLES["other"]
 
 @cache
 def imported(name: str) -> Imported:
-    """The script as it is read, or as it runs where it sets flags in a function."""
+    """Import the script as text, or run it if it sets flags in a function."""
     path = SCRIPTS / f"{name}.sh"
     return capture(["bash", str(path)], ()) if name in RUN else import_scripts([path])
 
@@ -228,7 +228,7 @@ def test_import_script_sourced_script_comes_first(tmp_path: Path) -> None:
 
 
 def test_import_script_samples_count_along_ramp() -> None:
-    """100 samples in steps of 4, as many in steps of 8 and of 12, and 16 each after that."""
+    """Count 100 samples in steps of 4, as many in steps of 8 and of 12, and 16 each after that."""
     model = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
         " --vocab-size 300"

@@ -259,7 +259,7 @@ torchrun() { command torchrun "$@" TP 2; }; RUN
 
 
 def spelled(text: str) -> str:
-    """A construct as a script."""
+    """Return a construct as a script."""
     words = {"<NL>": "\n", "RUN": RUN, "TP": TP, "WD": WD}
     for name, meant in words.items():
         text = text.replace(name, meant)
@@ -271,7 +271,7 @@ SCRIPTS = [line for line in CONSTRUCTS.splitlines() if line]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scripts, files that they read, and a driver that runs all of them."""
+    """Write the scripts, the files that they read, and a driver that runs all of them."""
     out = tmp_path_factory.mktemp("scripts")
     (out / "env.sh").write_text("A=2\nB=0.3\n")
     (out / "args.sh").write_text("A=${1:-2}\n")
@@ -290,8 +290,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> dict[str, list[list[str]]]:
-    """What bash passes to the program, by script: one list of words for each time that it is
-    started.
+    """Return the words that bash passes to the program, by script: one list for each time that it
+    is started.
     """
     own = folder / "own"
     own.mkdir()
@@ -349,7 +349,7 @@ def test_shell_table_reads_as_bash_or_reports(
         ]
         if all(keep):
             wrong.append(
-                f"{text}: {min(keep, key=len)} are not as bash has them, and nothing is said"
+                f"{text}: {min(keep, key=len)} are not as bash has them, and no gap is reported"
             )
         known += not left
     assert not wrong, "\n".join(wrong)

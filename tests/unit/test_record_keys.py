@@ -44,7 +44,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def preview(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Preview:
-    """The exit code of `data preview` of chats, what of the first is learned, and what is said."""
+    """Return a function that runs `data preview` on chats and returns its exit code, the learned
+    text of the first, and the messages.
+    """
 
     def call(chats: list[Any], *words: str, kind: str = "plain") -> tuple[int, str, str]:
         file = chats_file(tmp_path / "chats.jsonl", chats)
@@ -73,7 +75,7 @@ def preview(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> P
 
 
 def corrected(**flags: Any) -> list[dict[str, Any]]:
-    """A wrong answer that says `flags` of itself, and its correction."""
+    """Return a wrong answer with `flags` of its own, and its correction."""
     found = turns("2+2?", "WRONG", "look again", "four")
     found[1] |= flags
     return found

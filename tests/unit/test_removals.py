@@ -1,4 +1,4 @@
-"""What `~` takes away, and text that stands for something else to a composer."""
+"""Removals with `~`, and text that has another meaning for a composer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_removal_of_absent_value_is_refused(word: str, said: str) -> None:
 
 def test_removal_group_of_run_file_has_no_choice() -> None:
     assert main(["recipe", "lock", "llama/tiny_cpu", "-o", "held.yaml"]) == 0
-    assert "the choice of optim is none" in refusals("run=held.yaml", "~optim=adamw")[0].rule
+    assert "the choice of optim is unset" in refusals("run=held.yaml", "~optim=adamw")[0].rule
 
 
 @pytest.mark.parametrize("value", ["'${nothing.here}'", "null", "[1, 2]"])

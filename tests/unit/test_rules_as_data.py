@@ -76,7 +76,9 @@ CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data
 
 @cache
 def literals_of(file: Path) -> tuple[tuple[str, bool], ...]:
-    """Codes in a file, and whether each of them is declared there: the first argument of `Code`."""
+    """Return the codes in a file, and whether each of them is declared there: the first argument of
+    `Code`.
+    """
     return tuple(_literals(tree_of(file))) if re.search(r'"MT\d{3}"', text_of(file)) else ()
 
 
@@ -112,7 +114,7 @@ def _is_code(value: object) -> bool:
 
 @cache
 def in_source() -> tuple[list[str], set[str]]:
-    """Codes that are declared, each as often as it is, and codes that are raised."""
+    """Return the codes that are declared, each as often as it is, and codes that are raised."""
     found = [pair for file in SOURCE.rglob("*.py") for pair in literals_of(file)]
     declared = [*outside_rules(), *(code for code, declared in found if declared)]
     return declared, {code for code, declared in found if not declared}
@@ -132,7 +134,9 @@ def test_rules_codes_belong_to_rules_or_table() -> None:
 
 
 def test_rules_codes_raised_elsewhere_are_in_table() -> None:
-    """A process that never loads the rules would print such a problem without its code's words."""
+    """Require codes in the table: a process that never loads the rules would print a problem
+    without its code's text.
+    """
     of_rules = {code.code for rule in all_rules() for code in rule.own}
     for file in SOURCE.rglob("*.py"):
         if file.parent.name != "rules" and file.name != "rules.py":
@@ -141,8 +145,8 @@ def test_rules_codes_raised_elsewhere_are_in_table() -> None:
 
 
 def test_rules_made_rules_are_run() -> None:
-    """A module that the package does not list, or a rule that its family's `RULES` lacks, would
-    never be asked.
+    """Require every module in the package's list and every rule in its family's `RULES`: others
+    would never run.
     """
     listed = {module.__name__.rpartition(".")[2] for module in package._MODULES}
     makers = {
@@ -158,7 +162,7 @@ def test_rules_made_rules_are_run() -> None:
 
 
 def test_rules_codes_have_example_or_reason() -> None:
-    """That an example raises its code is tested with `explain`, which shows it."""
+    """Require an example; the tests of `explain`, which shows it, check that it raises its code."""
     assert {code.code for rule in all_rules() for code in rule.codes if not code.example} == set(
         NO_EXAMPLE
     )
@@ -166,8 +170,8 @@ def test_rules_codes_have_example_or_reason() -> None:
 
 @pytest.fixture(scope="module")
 def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
-    """Those of the catalogues, random combinations of what they change, drawn ones, and some with
-    files.
+    """Return configurations: those of the catalogues, random combinations of their changes, drawn
+    ones, and some with files.
     """
     out: list[UnresolvedRun] = []
     for row in (*ROWS, *OWN_ROWS):
@@ -202,7 +206,7 @@ def _applied(changes: dict[str, Any]) -> list[UnresolvedRun]:
 
 
 def drawn(out: list[UnresolvedRun]) -> None:
-    """Adds random configurations of the schema."""
+    """Add random configurations of the schema."""
 
     @given(run=runs())
     @settings(
@@ -219,7 +223,7 @@ def drawn(out: list[UnresolvedRun]) -> None:
 
 
 def _with_files(home: Path) -> list[UnresolvedRun]:
-    """Runs on a corpus and a tokenizer that are there."""
+    """Return runs on an existing corpus and tokenizer."""
     with IndexedWriter(home / "tokens", token_dtype(4096)) as writer:
         for _ in range(10):
             writer.add(np.zeros(1000, np.uint16))
@@ -242,8 +246,8 @@ def _with_files(home: Path) -> list[UnresolvedRun]:
 
 
 def covered(key: str, reads: tuple[str, ...]) -> bool:
-    """Whether a key that was read is declared: itself, its section, or, where it is a section, a
-    key of it.
+    """Return whether a key that was read is declared: itself, its section, or, if it is a section,
+    one of its keys.
     """
     key = key.removesuffix(".")
     return key in GROUPS or any(
@@ -277,7 +281,9 @@ def test_rules_read_declared_keys_and_raise_declared_codes(
 
 
 def test_rules_undeclared_read_is_found() -> None:
-    """The checker can fail: an undeclared key, and a section that is looked at as a whole."""
+    """Show that the checker can fail: with an undeclared key, and with a section that is read as a
+    whole.
+    """
 
     @rule(Code("MT101", "none"), reads="parallel.tp")
     def hidden(run: RunConfig) -> Iterator[Finding]:

@@ -1,6 +1,4 @@
-"""For any configuration: applying the first fix again and again makes it valid, and never makes it
-worse.
-"""
+"""Repeated application of the first fix: it makes any configuration valid, and never worse."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the schema says of keys in their annotations: one declaration, of which the
-tables are made.
-"""
+"""Annotations of the schema's keys: one declaration from which the tables are made."""
 
 from __future__ import annotations
 

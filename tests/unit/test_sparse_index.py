@@ -1,6 +1,4 @@
-"""An indexer beside an independent definition of it in fp64: what it chooses, its loss, and its
-gradients.
-"""
+"""An indexer compared with an independent definition in fp64: its choices, loss and gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ TOPK = 4
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Products with Sylvester's matrix over the root of its size, as DeepSeek-V3.2's code turns
+    """Multiply by Sylvester's matrix over the root of its size, as DeepSeek-V3.2's code rotates
     queries and keys.
     """
     matrix = torch.ones(1, 1, dtype=x.dtype)
@@ -47,8 +45,8 @@ def _drawn() -> dict[str, Tensor]:
 
 
 def _defined(x: dict[str, Tensor], *, sparse: bool) -> tuple[Tensor, Tensor]:
-    """Token by token: I = sum_h w_h ReLU(q_h k), the highest of those before, and sum_t KL(p_t ||
-    softmax I_t).
+    """Compute token by token: I = sum_h w_h ReLU(q_h k), the highest of those before, and sum_t
+    KL(p_t || softmax I_t).
     """
     q = _hadamard(x["q"])
     k = _hadamard(x["k"])

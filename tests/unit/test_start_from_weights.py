@@ -49,7 +49,9 @@ OPTIONS = "data=mock optim.lr=1e-4"
 
 
 def folder(path: Path, config: dict[str, Any]) -> Path:
-    """A Hugging Face folder of which the configuration alone is true: `check` reads no weight."""
+    """Write a Hugging Face folder with a valid configuration and dummy weights, which `check` never
+    reads.
+    """
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     save_file({"lm_head.weight": np.zeros((8, 4), np.float32)}, path / "model.safetensors")

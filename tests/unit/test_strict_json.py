@@ -1,4 +1,4 @@
-"""What is written for machines is JSON by its standard, whatever numbers are in it."""
+"""Output for machines: it is standard JSON, whatever numbers are in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.configs import LAPTOP
 
 
 def strictly(text: str) -> Any:
-    """JSON without the words that Python adds to it."""
+    """Parse JSON without the words that Python adds to it."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")

@@ -1,5 +1,5 @@
-"""Spans that T5 fills in: what encoder and decoder get of a sample, and that chance is of the
-sample alone.
+"""Spans that T5 fills in: the inputs of encoder and decoder, and random numbers that depend only on
+the sample.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def batch(form: Spans, numbers: list[int]) -> dict[str, torch.Tensor]:
 
 
 def joined(source: list[int], target: list[int], end: int) -> list[int]:
-    """The sample, from what the encoder reads and the decoder predicts of it."""
+    """Return the sample, reassembled from the encoder's input and the decoder's targets."""
     found: dict[int, list[int]] = {}
     for token in target[: target.index(end)]:
         if token > 900:

@@ -37,7 +37,7 @@ def test_tied_copies_head_is_copy_of_embeddings(kind: str, tmp_path: Path) -> No
         found = match([table], run.model, ours, plain | heads.keys())
         assert found.copies.items() >= heads.items()
         assert {name for step in found.steps for name in step.theirs} == plain - made.copies.keys()
-        # transformers ties the other way round where the head alone is there
+        # transformers ties the other way round if only the head exists
         (head, of), *_ = heads.items()
         alone = match([table], run.model, ours, plain - {of} | {head})
         assert any(head in step.theirs for step in alone.steps)

@@ -88,7 +88,7 @@ TEXTS = {
     "a merge of numbers": _model(merges=[[1, 2]]),
     "a merge of three": _model(merges=["a b c"]),
     "a share of 5": _model(dropout=5.0),
-    "a pattern that is none": _with(
+    "an invalid pattern": _with(
         pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated"}
     ),
     "a decoder of code": _with(decoder={"type": "eval"}),

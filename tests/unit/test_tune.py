@@ -1,4 +1,4 @@
-"""The search for a layout: it finds the best there is, keeps what is said, and its choice is
+"""The search for a layout: it finds the best one, keeps the values that are set, and its choice is
 written down.
 """
 
@@ -62,7 +62,7 @@ def found(
 
 
 def every(task: Task, space: Space, axis: int, run: Any, change: Mapping[str, Any]) -> list[float]:
-    """Seconds of all layouts that fit and keep the rules, each planned in full."""
+    """Return the seconds of all layouts that fit and keep the rules, each planned in full."""
     if axis == len(AXES):
         layout = task.planned(change)
         return [layout.seconds] if layout is not None and layout.memory.peak <= task.room() else []
@@ -89,7 +89,7 @@ def test_tune_best_is_best_of_all(memory: float) -> None:
 def fitting(
     words: str, said: Mapping[str, Any]
 ) -> Iterator[tuple[Costs, RunConfig, tuple[Change, ...]]]:
-    """Pipelines of a search, with all ways to compute again."""
+    """Yield pipelines of a search, with all ways to recompute."""
     task = found(words, tuple(said.items()), 1)[1]
     run = task.resolve(task.raw)
     space = Space(run, dict(said), Costs(run).ends)
@@ -117,8 +117,8 @@ BOUNDED = {
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_tune_no_layout_beats_its_bounds(name: str) -> None:
-    """Before its stages and its state are chosen; with a bound that is above them the best would be
-    passed over.
+    """Bound a layout before its stages and its state are chosen: with a bound above its cost, the
+    best would be discarded.
     """
     words, said = BOUNDED[name]
     seen = 0
@@ -312,8 +312,8 @@ def test_tune_records_resolved_auto(tmp_path: Path) -> None:
 
 
 def test_tune_offloaded_main_weights_stay_on_device() -> None:
-    """Else layouts that do not fit are planned one after the other; a state that FSDP shards is
-    never offloaded.
+    """Keep them on the device: otherwise layouts that do not fit are planned one after the other; a
+    state that FSDP shards is never offloaded.
     """
     words = f"model=llama3_8b parallel=dp8 parallel.distributed_optimizer=true {' '.join(H100)}"
     here, away = (
@@ -340,8 +340,8 @@ SHARED = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_tune_counts_shared_weights_once(name: str) -> None:
-    """Else it takes layouts that fit for too large: an output layer with several losses, a table
-    that is tied.
+    """Count them once: otherwise layouts that fit seem too large, with an output layer of several
+    losses or a tied table.
     """
     words = (
         f"{SHARED[name]} cluster=h100 data=mock trainer.global_batch_size=256"

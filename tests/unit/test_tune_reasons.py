@@ -1,5 +1,5 @@
-"""What `tune` says of its list: families, the error of the model of time, and why a named layout is
-not the first.
+"""Notes of `tune` on its list: families, the error of the model of time, and the reason why a named
+layout is not the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ONE_B = (
 
 
 def test_tune_rows_differ_and_ties_are_marked() -> None:
-    """In a fresh process, as a user runs it."""
+    """Run in a fresh process, as a user does."""
     done = mtrain("tune", "model=llama32_1b", "cluster=h100x8", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -34,8 +34,8 @@ Laid = Callable[[dict[str, str]], Path]
 
 @pytest.fixture
 def laid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Laid:
-    """Puts files into a folder of choices that MTRAIN_CONF names; the working folder is
-    beside it.
+    """Return a function that puts files into a folder of choices named by MTRAIN_CONF, outside the
+    working folder.
     """
 
     def lay(files: dict[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""The verb is found wherever it stands, and a word that is none never starts training."""
+"""The verb: it is found in any position, and a misspelt one never starts training."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ WHOLE: dict[str, Any] = {
 
 
 def corpus(home: Path, lengths: list[int], name: str = "corpus") -> Path:
-    """A corpus of documents of these lengths whose tokens are all unlike: their places in it."""
+    """Write a corpus of documents of these lengths with distinct tokens: their positions in it."""
     with IndexedWriter(home / name, np.dtype("<i4")) as writer:
         writer.add(np.arange(sum(lengths)), np.array(lengths, np.int64))
     return home / name
@@ -51,7 +51,7 @@ def opened(prefix: Path, **more: Any) -> Splits:
 
 
 def learned(splits: Splits, numbers: range, micro: int = 1) -> Counter[tuple[int, int]]:
-    """Each prediction that counts, by what is read and what is predicted."""
+    """Count the predictions that contribute to the loss, by input token and label."""
     source = splits.train
     batches = GlobalBatches(
         source, len(numbers), micro, 0, 1, document_collator(source)
@@ -74,7 +74,7 @@ def learned(splits: Splits, numbers: range, micro: int = 1) -> Counter[tuple[int
 
 
 def wanted(lengths: list[int]) -> Counter[tuple[int, int]]:
-    """Each token of a document but the first, after the one before it."""
+    """Count each token of a document but the first, after the one before it."""
     ends = np.cumsum([0, *lengths]).tolist()
     return Counter((t, t + 1) for a, b in itertools.pairwise(ends) for t in range(a, b - 1))
 
@@ -225,7 +225,7 @@ def test_whole_documents_epochs_differ_with_each_sample_once(prefix: Path) -> No
 
 @pytest.fixture
 def parts(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The corpus, of which a part has about 60 documents, in stretches of 6 or more."""
+    """Cut the corpus into parts of about 60 documents, in stretches of 6 or more."""
     monkeypatch.setattr(whole_documents, "PART", 60)
     monkeypatch.setattr(whole_documents, "STRETCH", 6)
     return prefix

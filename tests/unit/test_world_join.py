@@ -75,8 +75,8 @@ def called(root: dist.Store, offer: Offer | None = None) -> Coordinator:
 
 
 def test_join_rank_0_as_late_as_its_store_is_awaited() -> None:
-    """The store is served by rank 0: who has waited for it long has not waited for its
-    offer yet.
+    """Wait for rank 0's offer after its store: whoever waited long for the store has not yet waited
+    for the offer.
     """
     store = dist.HashStore()
 
@@ -95,8 +95,8 @@ def test_join_rank_0_as_late_as_its_store_is_awaited() -> None:
 
 
 def test_join_rank_0_decides_once() -> None:
-    """A launcher's store outlives a start: a rank 0 that came to the last one is not waited for in
-    the next.
+    """Reuse a launcher's store, which outlives a start: a rank 0 that came to the last one is not
+    awaited in the next.
     """
     store = dist.HashStore()
     attempt = Attempt(store, 0)

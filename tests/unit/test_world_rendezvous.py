@@ -1,5 +1,5 @@
-"""What is said of ranks that make no world, and who is blamed for a stall: pure functions of what
-ranks say.
+"""Messages about ranks that form no world, and the blame for a stall: pure functions of the ranks'
+reports.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_rendezvous_reports_all_faults_at_once() -> None:
 
 
 def test_rendezvous_shared_gpu_names_both_tasks() -> None:
-    """Each sees one GPU, as tasks do that have one each."""
+    """Show each rank one GPU, as tasks with one GPU each do."""
     given = ["GPU-a", "GPU-b", "GPU-a", ""]
     state = RendezvousState([replace(info(rank), gpu=gpu) for rank, gpu in enumerate(given)])
     assert state.is_wrong()

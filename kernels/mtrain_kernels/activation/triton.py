@@ -110,8 +110,8 @@ def backward_kernel(
     GATE: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
-    """Gradients of a stripe of tiles; the grid has one column of programs where a weight needs the
-    whole row.
+    """Compute gradients of a stripe of tiles; the grid has one column of programs if a weight needs
+    the whole row.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     dx_stride = 2 * width if GATE else width

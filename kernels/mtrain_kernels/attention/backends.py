@@ -273,8 +273,8 @@ def by_torch(
     sink: Tensor | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention by one backend of torch's scaled_dot_product_attention; `mask` is what
-    `seen` says.
+    """Compute attention by one backend of torch's scaled_dot_product_attention; `mask` is the mask
+    of `seen`.
     """
     causal = call.window == (-1, 0) and call.dense
     # Fused kernels want a unit stride within rows; views that move heads keep it and stay views.
@@ -304,7 +304,7 @@ def by_varlen(
     longest: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention with windows or packed sequences by the flash attention in torch."""
+    """Compute attention with windows or packed sequences by the flash attention in torch."""
     from torch.nn.attention.varlen import varlen_attn
 
     width = v.shape[-1]
@@ -367,8 +367,8 @@ def by_flash3(
 
 
 def _flat(x: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor, int]:
-    """[b, n, s, d] as rows [b s, n, d], where each sequence begins and ends, and the longest one's
-    length.
+    """Return [b, n, s, d] as rows [b s, n, d], where each sequence begins and ends, and the longest
+    one's length.
     """
     b, n, s, d = x.shape
     # Kernels for packed sequences index tokens before heads.

@@ -23,8 +23,8 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`op.attention` by the Triton kernels: queries [b, n, s, d] see of any number of keys what
-    `seen` says.
+    """Compute `op.attention` by the Triton kernels: queries [b, n, s, d] attend to the keys, of any
+    number, that `seen` marks.
 
     The result [b, n, s, e] lies in memory as [s, b, n, e]. A query that sees nothing gets zeros.
     """
@@ -41,8 +41,8 @@ def partial_attention(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to only these keys, of any number, and the logarithm of the softmax's
-    denominator.
+    """Compute the attention of queries to only these keys, of any number, and the logarithm of the
+    softmax's denominator.
 
     `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g; which keys a query
     sees, `seen` says. Returns the output [b, n, s, e] and the log-sum-exp [b, n, s], both fp32,

@@ -52,8 +52,8 @@ def attention(
     max_seqlen: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`softmax(scale * q k^T) v` over the keys that each query sees, by the backend that `impl`
-    names or `auto`.
+    """Compute `softmax(scale * q k^T) v` over the keys that each query sees, by the backend that
+    `impl` names or `auto`.
 
     `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g, `sink` [n],
     `softcap`, `scale` and `mask` as in `reference.attention`; the result is [b, n, s, e]. `window`
@@ -326,7 +326,9 @@ def _launch(model: Model) -> None:
 
 
 def _make_capped(model: Model, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Windows, sinks and caps at once, in packed documents: what no kernel of torch's knows."""
+    """Make inputs with windows, sinks and caps at once, in packed documents, which no kernel of
+    torch supports.
+    """
     edges = torch.tensor(
         [0, model.tokens // 3, model.tokens // 2, model.tokens], dtype=torch.int32
     ).to(device)

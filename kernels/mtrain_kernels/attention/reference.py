@@ -21,8 +21,8 @@ def attention(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """`softmax(scale * q k^T) v` over the keys that each query sees; `scale` is 1/sqrt(d) unless
-    given.
+    """Compute `softmax(scale * q k^T) v` over the keys that each query sees; `scale` is 1/sqrt(d)
+    unless given.
 
     `q` [b, n, s, d], `k` [b, g, t, d], `v` [b, g, t, e] with n a multiple of g: query head i reads
     key head i // (n/g). `causal` lets query i see keys 0..i and needs s == t; `mask` is boolean,
@@ -84,7 +84,7 @@ def visible(
 def _with_sink(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, sink: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Keys, values and an additive mask with one zero key more, whose logit is `sink`."""
+    """Return keys, values and an additive mask with one zero key more, whose logit is `sink`."""
     s = q.shape[2]
     t = k.shape[2]
     if causal:
@@ -111,7 +111,7 @@ def _capped(
     softcap: float,
     dropout_p: float,
 ) -> Tensor:
-    """Attention written out, since torch's own knows no caps."""
+    """Compute attention with unfused scores, since torch's own has no caps."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     share = q.shape[1] // k.shape[1]
     k = k.to(wide).repeat_interleave(share, 1)
@@ -147,8 +147,8 @@ def softmax(
     mask: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """`exp(scale x) / (exp(sink) + sum exp(scale x))` over the last axis, among the keys that each
-    query sees.
+    """Compute `exp(scale x) / (exp(sink) + sum exp(scale x))` over the last axis, among the keys
+    that each query sees.
 
     `x` [b, n, s, t] are the scores of n heads, s queries, t keys. `causal`: the last query sees all
     keys and each one before it one key less. `mask` is boolean, broadcasts to x's shape, True where

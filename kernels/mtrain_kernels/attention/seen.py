@@ -42,7 +42,7 @@ class Seen:
         return cls(*window, table=table(at, at, window, cu_seqlens))
 
     def limits(self, queries: int, keys: int) -> tuple[int, int, int]:
-        """left, right and shift with numbers in the place of no limit."""
+        """Return left, right and shift with numbers in the place of no limit."""
         # Beyond every distance between a query and a key, so that kernels need no branch for it.
         none = queries + keys + abs(self.shift)
         return (

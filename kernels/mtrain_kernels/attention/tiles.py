@@ -68,8 +68,7 @@ TABLES: dict[tuple[str, int], tuple[Tile, ...]] = {
     ("keys", 192): (Tile(32, 64, 8, 2), Tile(64, 32, 8, 1)),
     ("keys", 256): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 1)),
 }
-"""Of each pass and width of a head the tiles that are tried; the first is taken where nothing was
-measured.
+"""Candidate tiles of each pass and head width; the first is the default without measurements.
 
 `forward` and `queries`, which makes their gradient, walk over keys, `keys` over queries.
 """
@@ -87,7 +86,7 @@ OLDER: dict[tuple[str, int], Tile] = {
     ("keys", 192): Tile(64, 32, 8, 1),
     ("keys", 256): Tile(32, 32, 8, 1),
 }
-"""Those of GPUs before sm_90, whose products keep operands in registers."""
+"""Tiles of GPUs before sm_90, whose products keep operands in registers."""
 EXACT = {"forward": Tile(32, 32, 4, 1), "queries": Tile(32, 32, 4, 1), "keys": Tile(32, 32, 4, 1)}
 """fp32 without tensor cores."""
 

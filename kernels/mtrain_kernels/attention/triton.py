@@ -156,7 +156,9 @@ def forward_kernel(
     EVEN: tl.constexpr, EVEN_E: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax over the keys that a query sees, and the logarithm of its denominator."""
+    """Compute out = softmax over the keys that a query sees, and the logarithm of its
+    denominator.
+    """
     # under a causal mask the last ones take longest
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     b = tl.program_id(1) // heads
@@ -218,7 +220,7 @@ def token_major(like: Tensor, width: int, dtype: torch.dtype | None = None) -> T
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """`x` with the elements of a row side by side, copied only where they are not."""
+    """Return `x` with the elements of a row side by side, copied only where they are not."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -251,7 +253,7 @@ def forward(
     softcap: float,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output [b, n, s, e], fp32 if `wide`, and log-sum-exps [b, n, s] in fp32."""
+    """Return output [b, n, s, e], fp32 if `wide`, and log-sum-exps [b, n, s] in fp32."""
     b, n, s, d = q.shape
     _, g, t, e = v.shape
     out = token_major(q, e, torch.float32 if wide else None)

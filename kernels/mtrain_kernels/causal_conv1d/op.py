@@ -23,7 +23,8 @@ def causal_conv1d(
     segments: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`act(bias + sum_j weight[:, w-1-j] x[..., t-j])`: each channel over its own last w times.
+    """Compute `act(bias + sum_j weight[:, w-1-j] x[..., t-j])`: each channel over its own last w
+    times.
 
     Arguments and result are those of `reference.causal_conv1d`: `x` [b, d, t], `weight` [d, w],
     `bias` [d], each in fp32, fp16 or bf16, `segments` [b, t] integers. `impl` is `reference`,

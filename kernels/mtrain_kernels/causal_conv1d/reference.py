@@ -17,7 +17,8 @@ def causal_conv1d(
     activation: str = "silu",
     segments: Tensor | None = None,
 ) -> Tensor:
-    """`act(bias + sum_j weight[:, w-1-j] x[..., t-j])`: each channel over its own last w times.
+    """Compute `act(bias + sum_j weight[:, w-1-j] x[..., t-j])`: each channel over its own last w
+    times.
 
     `x` [b, d, t], `weight` [d, w], `bias` [d], `activation` "silu" or "none". Before the first time
     there are zeros. `segments` [b, t] are integers: a time sees only times of its own segment, so

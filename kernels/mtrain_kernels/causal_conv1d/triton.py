@@ -22,8 +22,8 @@ ELEMENTS = 2048  # values in a tile, half of it in the backward, which holds thr
 
 @triton.jit
 def _runs(x, D: tl.constexpr, R: tl.constexpr):
-    """Eight tensors [D, R]: the first of each run of eight in `x` [D, 8 R], the second,
-    and so on.
+    """Return eight tensors [D, R]: the first of each run of eight in `x` [D, 8 R], the second, and
+    so on.
     """
     even, odd = tl.split(tl.reshape(x, (D, R, 4, 2)))
     even_low, even_high = tl.split(tl.reshape(even, (D, R, 2, 2)))
@@ -122,8 +122,8 @@ def conv_kernel(
     D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """D channels and T times of one sequence; a thread takes its runs from the run before and its
-    own.
+    """Convolve D channels and T times of one sequence; a thread takes its runs from the run before
+    and its own.
     """
     R: tl.constexpr = T // 8
     batch, _, channel, row, time = _tile_of(times, channels, D, T)
@@ -169,8 +169,8 @@ def conv_backward_kernel(
     D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """Gradient of x, and the tile's share of the gradients of weight and bias: partial[tile,
-    channel, WIDTH + 1].
+    """Compute the gradient of x, and the tile's share of the gradients of weight and bias:
+    partial[tile, channel, WIDTH + 1].
 
     What came out before the activation is computed again rather than stored, for the run and what
     follows it.

@@ -130,8 +130,8 @@ def logits_gradient(
     terms: Terms,
     class_weights: Tensor | None = None,
 ) -> Tensor:
-    """`rows[i] d loss_i / d logits_i` for every row, 0 where the label is ignored; shape and dtype
-    of `logits`.
+    """Return `rows[i] d loss_i / d logits_i` for every row, 0 where the label is ignored; shape and
+    dtype of `logits`.
 
     `lse` [t] is the merged log-sum-exp, `rows` [t] a factor per token; the rest as in
     `row_statistics`.
@@ -194,7 +194,7 @@ def cross_entropy(
 
 
 def capped(x: Tensor, soft_cap: float) -> Tensor:
-    """`soft_cap tanh(x / soft_cap)`, or `x` itself where `soft_cap` is 0."""
+    """Return `soft_cap tanh(x / soft_cap)`, or `x` itself where `soft_cap` is 0."""
     return (x / soft_cap).tanh() * soft_cap if soft_cap else x
 
 
@@ -215,7 +215,7 @@ def real_columns(columns: int, first: int, terms: Terms) -> int:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in fp32, or as it is if fp64."""
+    """Return `x` in fp32, or as it is if fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 

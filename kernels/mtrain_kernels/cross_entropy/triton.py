@@ -24,8 +24,8 @@ RECIPROCALS = tl.constexpr(  # of four numbers between 1 and 2^31, by one of the
 
 @triton.jit
 def bend(x, slope, SHARED: tl.constexpr):
-    """1 / (1 + 2^(slope x)): the tanh of x / c is 1 - 2 bend for a `slope` of 2 log2(e) / c, to
-    1e-6 of one.
+    """Return 1 / (1 + 2^(slope x)): the tanh of x / c is 1 - 2 bend for a `slope` of 2 log2(e) / c,
+    to 1e-6 of one.
 
     With `SHARED` four neighbours share a division, and become not a number together: for logits of
     one row, of which each thread has four (a block of 128 columns and more).
@@ -81,7 +81,7 @@ def _columns(
 
 @triton.jit
 def _finite(x):
-    """Maxima that are subtracted; infinite ones are not."""
+    """Return the maxima to subtract; 0 for infinite ones."""
     return tl.where(tl.abs(x) == float("inf"), 0.0, x)
 
 

@@ -23,8 +23,8 @@ class Vocabulary:
         self.ranks = self.group.size() if self.group is not None else 1
 
     def merge(self, statistics: Tensor) -> Tensor:
-        """`row_statistics` [3 or 5, t] of every part -> those of the whole vocabulary, in place:
-        two all-reduces.
+        """Merge `row_statistics` [3 or 5, t] of every part into those of the whole vocabulary, in
+        place: two all-reduces.
 
         Where there are five, the last is then 1 where the label has the largest logit (the first of
         several), else it is not.
@@ -46,8 +46,8 @@ class Vocabulary:
         return statistics
 
     def first_of_all(self, places: Tensor) -> Tensor:
-        """`first_place` [2, t] of every part -> whether the label has the largest logit [t]: two
-        all-reduces.
+        """Return whether the label has the largest logit [t], from `first_place` [2, t] of every
+        part: two all-reduces.
         """
         if self.ranks == 1:
             return places[1] == 1
@@ -64,7 +64,7 @@ class Vocabulary:
         return x
 
     def gather(self, part: Tensor) -> Tensor:
-        """[t / ranks, h] of every rank, in the order of ranks, as [t, h]."""
+        """Gather [t / ranks, h] of every rank, in the order of ranks, as [t, h]."""
         if self.ranks == 1:
             return part
         whole = part.new_empty((self.ranks * part.shape[0], *part.shape[1:]))
@@ -72,7 +72,7 @@ class Vocabulary:
         return whole
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
-        """[t, h] of every rank -> this rank's part [t / ranks, h] of their sum."""
+        """Sum [t, h] of all ranks, and return this rank's part [t / ranks, h]."""
         if self.ranks == 1:
             return whole
         part = torch.empty_like(whole[: whole.shape[0] // self.ranks])

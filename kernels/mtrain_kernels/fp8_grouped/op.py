@@ -49,8 +49,8 @@ def grouped_fp8(
     main_grads: MainGrads | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`y_r = W_g x_r` for the group g of row r with gradients, all three products in FP8 and added
-    up in fp32.
+    """Compute `y_r = W_g x_r` for the group g of row r with gradients, all three products in FP8
+    and added up in fp32.
 
     `x` [r, k], `weight`, `counts` [g] and `main_grads` are those of `grouped_gemm`, and so is the
     result [r, n]. Each group has scales of its own, powers of two: see `fp8_grouped.reference`.

@@ -25,8 +25,8 @@ SQUARES = "128x128_power_of_two"
 
 
 def blocks_of(rows: int, groups: int) -> int:
-    """Blocks of 128 rows, each of one group, that `rows` rows take at most, however long each group
-    is.
+    """Return the most blocks of 128 rows, each of one group, that `rows` rows can take, however
+    long each group is.
     """
     # Every group leaves at most 127 rows of its last block unused.
     return max(1, (rows + (BLOCK - 1) * groups) // BLOCK)
@@ -116,8 +116,8 @@ def quantize_weights(
 def rows_product(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`y_r = W_g x_r` of what codes `x` [r, k] and `w` [g, n, k] stand for: [r, n], zeros behind
-    the last group.
+    """Compute `y_r = W_g x_r` of the numbers encoded by `x` [r, k] and `w` [g, n, k]: [r, n], zeros
+    behind the last group.
     """
     y = x.new_zeros((x.shape[0], w.shape[1]), dtype=dtype)
     for g, (begin, part) in enumerate(parts(x, ends)):

@@ -55,8 +55,8 @@ def rows_kernel(
     R: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] w[g]^T for the group g of each row: forward, and with weights transposed the
-    gradient of x.
+    """Compute y[r] = x[r] w[g]^T for the group g of each row: forward, and with weights transposed
+    the gradient of x.
     """
     base, ends, upto, high_tiles = _bounds(ends_ptr, rows, R, GROUPS, G)
     tiles_n = tl.cdiv(n, N)
@@ -112,8 +112,8 @@ def weights_kernel(
     ALIGNED: tl.constexpr,
     ADD: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """d_w[g] = d[:, rows of g] x[:, rows of g]^T, or that much more with ADD; a group without rows
-    gives zeros.
+    """Compute d_w[g] = d[:, rows of g] x[:, rows of g]^T, or that much more with ADD; a group
+    without rows gives zeros.
 
     Blocks of rows are of one group each, with zeros where it has no rows: no tile has a mask along
     them.

@@ -123,8 +123,8 @@ def fp8_linear(
     swiglu: str | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """`x weight^T` with gradients, all three products in FP8 and added up in fp32; `x` [..., k],
-    `weight` [n, k].
+    """Compute `x weight^T` with gradients, all three products in FP8 and added up in fp32; `x`
+    [..., k], `weight` [n, k].
 
     With an `operand`, which x was made into where x was made, x itself is not read. With `swiglu`,
     the implementation of that activation, x is [..., 2 k], gate and up side by side, and the

@@ -15,8 +15,8 @@ BLOCK = 128
 def scaled_product(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`(a_scale a) (b_scale b)^T` [m, n] in `dtype`, added up in fp32: `a` [m, k] and `b` [n, k] in
-    FP8.
+    """Return `(a_scale a) (b_scale b)^T` [m, n] in `dtype`, added up in fp32: `a` [m, k] and `b`
+    [n, k] in FP8.
 
     A scale is [1], or one for each 128 elements of a row [m, ceil(k / 128)], or of 128 rows and as
     many columns.
@@ -25,7 +25,7 @@ def scaled_product(
 
 
 def decoded(x: Tensor, scale: Tensor) -> Tensor:
-    """`scale x` [m, k] in fp32."""
+    """Return `scale x` [m, k] in fp32."""
     if scale.numel() == 1 and scale.ndim == 1:
         return x.float() * scale
     spread = scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]

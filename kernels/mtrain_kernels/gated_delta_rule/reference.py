@@ -97,8 +97,8 @@ def gated_delta_rule(
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """[n, w, t, ...] as [n, w, t / chunk, chunk, ...], with zeros behind the last time: they change
-    no state.
+    """Return [n, w, t, ...] as [n, w, t / chunk, chunk, ...], with zeros behind the last time: they
+    change no state.
     """
     missing = -x.shape[2] % chunk
     if missing:
@@ -107,8 +107,8 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 
 def _marks(segments: Tensor | None, times: int, chunk: int) -> Tensor | None:
-    """Segments [n, 1, t / chunk, chunk], counted from 0 in each row; the last goes on behind the
-    last time.
+    """Return segments [n, 1, t / chunk, chunk], counted from 0 in each row; the last goes on behind
+    the last time.
     """
     if segments is None or not times:
         return None
@@ -151,8 +151,8 @@ def _prepare(
     state: Tensor | None,
     segments: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Checked inputs in the dtype of the computation, heads before times, queries scaled, and the
-    first state.
+    """Return checked inputs in the dtype of the computation, heads before times, queries scaled,
+    and the first state.
     """
     require_gated_delta_rule(q, k, v, g, beta, state, segments)
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32

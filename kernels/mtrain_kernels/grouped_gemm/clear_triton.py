@@ -17,7 +17,9 @@ def clear_kernel(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.conste
 
 
 def clear_behind(y: Tensor, ends: Tensor) -> Tensor:
-    """`y` [r, n], dense, with zeros in the rows behind the last group, and nothing else written."""
+    """Return `y` [r, n], dense, with zeros in the rows behind the last group, and nothing else
+    written.
+    """
     if y.numel():
         with on_device_of(y):
             clear_kernel[(processors(y.device),)](

@@ -45,8 +45,8 @@ def grouped_gemm(
     impl: str = "auto",
     main_grads: MainGrads | None = None,
 ) -> Tensor:
-    """`y_r = W_g x_r + b_g` for the group g of row r; groups are neighbours, and `counts` says how
-    long each is.
+    """Compute `y_r = W_g x_r + b_g` for the group g of row r; groups are neighbours, and `counts`
+    says how long each is.
 
     `x` [r, k], `weight` [g, n, k] or a list of g [n, k], which are read where they lie, `bias` [g,
     n], of one dtype (fp32, fp16 or bf16; products are summed in fp32), `counts` [g] integers on the
@@ -92,8 +92,8 @@ def grouped_gated(
     impl: str = "auto",
     main_grads: MainGrads | None = None,
 ) -> Tensor:
-    """`activation(grouped_gemm(x, weight, counts), kind, weight=share)` in one kernel: [r, n / 2]
-    in x's dtype.
+    """Compute `activation(grouped_gemm(x, weight, counts), kind, weight=share)` in one kernel: [r,
+    n / 2] in x's dtype.
 
     `kind` is `swiglu`, `geglu` or `geglu_tanh`; `share` [r] weighs rows and gets a gradient. The
     product is kept for the backward, rounded as it would be between the two. `impl` is `reference`,

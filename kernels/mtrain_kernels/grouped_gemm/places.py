@@ -14,7 +14,7 @@ from torch import Tensor
 from mtrain_kernels.device_tables import DeviceTables
 
 _TABLES = DeviceTables(4096)
-"""Of each uneven set of tensors its distances.
+"""Distances of each unevenly spaced set of tensors.
 
 Weights that are gathered anew lie elsewhere in every step.
 """
@@ -30,13 +30,13 @@ class Places:
     shape: tuple[int, int]
     groups: int
     step: int
-    """From one to the next, in elements; negative where they lie downward, as in megatron-core's
-    buffers.
+    """Distance from one to the next, in elements; negative if addresses descend, as in
+    megatron-core's buffers.
     """
     table: Tensor | None
     """The distance of each from the first, int64 [g], where one step does not lead to all."""
     aligned: bool
-    """Whether all distances are multiples of 16 elements."""
+    """True if all distances are multiples of 16 elements."""
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Places:

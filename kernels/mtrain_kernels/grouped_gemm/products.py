@@ -85,15 +85,15 @@ def _add_dw(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """`x` in dense rows: `contiguous` leaves the stride of a single row as it is, and torch's
-    product refuses it.
+    """Return `x` in dense rows: `contiguous` leaves the stride of a single row as it is, and
+    torch's product refuses it.
     """
     return x.contiguous().view(-1).view(x.shape)
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    """[g, n, k] of weights: a view where they lie one behind the other, else a copy, as torch's
-    product wants it.
+    """Return [g, n, k] of weights: a view where they lie one behind the other, else a copy, as
+    torch's product wants it.
     """
     if weights[0].ndim == 3:
         return _dense(weights[0])
@@ -111,8 +111,8 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _cleared(y: Tensor, ends: Tensor) -> Tensor:
-    """`y` with zeros behind the last group, where torch's product leaves what the memory held; the
-    rest stays.
+    """Return `y` with zeros behind the last group, where torch's product leaves the memory
+    unwritten; the rest stays.
     """
     if triton_obstacle(y.device) is None:
         from mtrain_kernels.grouped_gemm import clear_triton

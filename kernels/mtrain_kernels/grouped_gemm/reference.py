@@ -52,8 +52,8 @@ def grouped_gemm(
     *,
     linear: Callable[..., Tensor] = F.linear,
 ) -> Tensor:
-    """`grouped_linear` with the counts on the device: `y_r = W_g x_r + b_g` for the group g of row
-    r.
+    """Compute `grouped_linear` with the counts on the device: `y_r = W_g x_r + b_g` for the group g
+    of row r.
 
     `x` [r, k], `weight` [g, n, k] or g of [n, k], `counts` [g] integers, `bias` [g, n]; the result
     is [r, n] in x's dtype. Rows behind the last group's belong to nobody and give zeros. Raises

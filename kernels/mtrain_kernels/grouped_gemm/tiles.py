@@ -68,8 +68,7 @@ TABLES = {
         Tile(32, 128, 128),
     ),
 }
-"""Of each product the tiles that are tried; the first one that can run is taken where nothing was
-measured.
+"""Candidate tiles of each product; the first that can run is the default without measurements.
 
 `rows` multiplies with weights, `turned` with transposed ones, `gated` makes an activation,
 `weights` a gradient.

@@ -72,7 +72,7 @@ def _tile(
 
 @triton.jit
 def _clear(y_ptr, ends_ptr, rows, n, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Zeros in the rows [rows, n] behind the last group: those of nobody, and no others."""
+    """Write zeros into the rows [rows, n] behind the last group, and into no others."""
     first = tl.minimum(tl.load(ends_ptr + GROUPS - 1), rows).to(tl.int64) * n
     last = tl.cast(rows, tl.int64) * n
     for at in range(first + tl.program_id(0) * SIZE, last, tl.num_programs(0) * SIZE):
@@ -145,8 +145,8 @@ def rows_kernel(
     K: tl.constexpr,
     CLEARED: tl.constexpr,
 ):
-    """y[r] = x[r] w[g]^T for the group g of each row: forward, and with other strides the gradient
-    of x.
+    """Compute y[r] = x[r] w[g]^T for the group g of each row: forward, and with other strides the
+    gradient of x.
 
     Each program finds the group of its tile among the bounds of all; rows behind the last group get
     zeros.
@@ -229,7 +229,8 @@ def gated_kernel(
     K: tl.constexpr,
     CLEARED: tl.constexpr,
 ):
-    """h[r] = x[r] w[g]^T of gates and ups, each `width`, and y[r] = act(gate) up, times share[r].
+    """Compute h[r] = x[r] w[g]^T of gates and ups, each `width`, and y[r] = act(gate) up, times
+    share[r].
 
     A tile has the same columns of both, so that the activation needs nothing but its registers.
     """
@@ -320,8 +321,8 @@ def weights_kernel(
     K: tl.constexpr,
     R: tl.constexpr,
 ):
-    """d_w[g] = d_y[rows of g]^T x[rows of g], or that much more with ADD; a group without rows gets
-    zeros.
+    """Compute d_w[g] = d_y[rows of g]^T x[rows of g], or that much more with ADD; a group without
+    rows gets zeros.
     """
     tiles_n = tl.cdiv(n, N)
     tiles_k = tl.cdiv(k, K)
@@ -382,7 +383,7 @@ def _constants(places: Places, groups: int, tile: Tile, k: int) -> dict[str, obj
 def rows_product(
     x: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool = False
 ) -> Tensor:
-    """`x` [r, k] times each row's own weight [n, k]^T, or `x` [r, n] times the weight if
+    """Compute `x` [r, k] times each row's own weight [n, k]^T, or `x` [r, n] times the weight if
     `transposed`.
 
     `weights` is one [n, k] for each group, or all in one [g, n, k]; `ends` [g] int32 says behind

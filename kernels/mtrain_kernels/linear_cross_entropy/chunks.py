@@ -107,8 +107,8 @@ def run(
     backend: str,
     into: Tensor | None = None,
 ) -> Gradients:
-    """`reference.chunked` by a backend for a rank of `group`, whose gradients of hidden states are
-    added up.
+    """Run `reference.chunked` by a backend for a rank of `group`, and sum its gradients of hidden
+    states over the group.
     """
     vocabulary = Vocabulary(group)
     plain = backend == "reference"

@@ -365,8 +365,8 @@ def _linear_cross_entropy(
     wide: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`in_place` lets the backward multiply the gradients where they lie, which a traced graph
-    could not express.
+    """Compute the loss and its gradients; `in_place` lets the backward multiply the gradients where
+    they lie, which a traced graph could not express.
     """
     terms = Terms(vocab, label_smoothing, z_loss, soft_cap, ignore_index)
     found = run(

@@ -75,8 +75,8 @@ def linear_cross_entropy(
     terms: Terms,
     class_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sum_i token_weights_i loss_i` and the losses [t] of `hidden weight^T`, by autograd, with all
-    logits at once.
+    """Return `sum_i token_weights_i loss_i` and the losses [t] of `hidden weight^T`, by autograd,
+    with all logits at once.
 
     `hidden` [t, h], `weight` [v, h], `labels` [t] int64, `token_weights` [t]; see `cross_entropy`
     for the loss.

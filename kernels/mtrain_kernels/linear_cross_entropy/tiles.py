@@ -47,7 +47,7 @@ class Apart:
 APART = Apart()
 TILES = (Tile(128, 128, 64), Tile(128, 128, 64, stages=4))
 OLDER = (Tile(128, 128, 32), Tile(64, 128, 32, 4))
-"""Those of GPUs before sm_90, whose products keep operands in registers."""
+"""Tiles of GPUs before sm_90, whose products keep operands in registers."""
 EXACT = (Tile(32, 64, 32, 4, 2),)
 """fp32 without tensor cores."""
 

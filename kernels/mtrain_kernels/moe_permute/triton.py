@@ -30,7 +30,7 @@ def spread_kernel(
     R: tl.constexpr,
     H: tl.constexpr,
 ):
-    """Row r takes token source[r] // K, times its weight; DOT also multiplies it with row r of
+    """Copy token source[r] // K to row r, times its weight; DOT also multiplies it with row r of
     `results`.
     """
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)

@@ -21,8 +21,8 @@ ELEMENTS = 512
 
 @triton.jit
 def _key(value, live):
-    """int32 in the order of the floats: NaN greatest, -0 like 0; what is not live is
-    least of all.
+    """Return int32 in the order of the floats: NaN greatest, -0 like 0; what is not live is least
+    of all.
     """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     # As integers negative floats are in reverse order, which flipping their lower bits mends.
@@ -47,9 +47,7 @@ def _scores(x, live, SCORE: tl.constexpr):
 
 @triton.jit
 def _weights(score, chosen, SCORE: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Weights before scaling, by place, and what they were divided by; zero where nothing is
-    chosen.
-    """
+    """Return weights before scaling, by place, and their divisor; zero where nothing is chosen."""
     weight = tl.where(chosen, score, 0.0)
     if SCORE == "softmax":
         e = tl.exp(score - tl.max(tl.where(chosen, score, -float("inf")), 1)[:, None])
@@ -72,7 +70,7 @@ def _open_groups(
     GROUP_TOPK: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """Keys [T, G * S] with those of all but the best groups replaced by the least."""
+    """Return keys [T, G * S] with those of all but the best groups replaced by the least."""
     keys = tl.reshape(key, (T, G, S))
     left = keys
     values = tl.reshape(value, (T, G, S))
@@ -116,8 +114,8 @@ def route_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Experts lie at places g * S + s of a [T, G * S] tile: padded by group, so that any size forms
-    a tile.
+    """Route a tile [T, G * S] with experts at places g * S + s: padded by group, so that any size
+    forms a tile.
     """
     row = tl.program_id(0) * T + tl.arange(0, T)[:, None].to(tl.int64)
     place = tl.arange(0, G * S)[None, :]
@@ -167,9 +165,7 @@ def route_backward_kernel(
     T: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Recomputes the scores: reading the logits again is cheaper than keeping what was made of
-    them.
-    """
+    """Recompute the scores: reading the logits again is cheaper than keeping the scores."""
     row = tl.program_id(0) * T + tl.arange(0, T).to(tl.int64)
     expert = tl.arange(0, E)[None, :]
     inside = tl.broadcast_to(expert < EXPERTS, (T, E))

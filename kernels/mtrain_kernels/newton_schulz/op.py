@@ -55,7 +55,8 @@ def symmetric_product(
     beta: float = 1.0,
     impl: str = "auto",
 ) -> Tensor:
-    """`alpha X X^T + beta C`, with sums in fp32; no gradients; `added`, C, has to be symmetric.
+    """Compute `alpha X X^T + beta C`, with sums in fp32; no gradients; `added`, C, has to be
+    symmetric.
 
     Shapes and dtypes are those of `reference.symmetric_product`. Raises `ValueError` where they do
     not fit, `Unavailable` where the named implementation cannot run.

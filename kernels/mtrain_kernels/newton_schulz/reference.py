@@ -12,7 +12,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 def newton_schulz(
     gradient: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Brings the singular values of each matrix near 1, keeping its singular vectors, with `steps`
+    """Bring the singular values of each matrix near 1, keeping its singular vectors, with `steps`
     quintic steps.
 
     `gradient` [..., m, n]; the result has its shape and dtype, worked out in `dtype` (at least fp32
@@ -28,8 +28,8 @@ def newton_schulz(
 
 
 def normed(gradient: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """Matrices over their Frobenius norms, in `dtype`, no taller than wide; and whether that turned
-    them.
+    """Return matrices over their Frobenius norms, in `dtype`, no taller than wide; and whether that
+    turned them.
     """
     # The norm is made in fp32: half precision has neither range nor digits for the sum.
     x = gradient.to(torch.promote_types(dtype, torch.float32))
@@ -42,8 +42,8 @@ def normed(gradient: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, bo
 def symmetric_product(
     x: Tensor, added: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
-    """`alpha X X^T + beta C` of matrices X [b, m, k] and symmetric ones C [b, m, m], rounded once;
-    [b, m, m].
+    """Compute `alpha X X^T + beta C` of matrices X [b, m, k] and symmetric ones C [b, m, m],
+    rounded once; [b, m, m].
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     product = alpha * (wide @ wide.mT)

@@ -20,8 +20,8 @@ STEP = 64
 
 @triton.jit
 def _lower(tile):
-    """Row and column of the tile with this number, where the tiles on and below the diagonal are
-    counted by rows.
+    """Return the row and column of the tile with this number, where the tiles on and below the
+    diagonal are counted by rows.
     """
     row = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)
     # the root of a large number is rounded

@@ -25,7 +25,7 @@ def obstacle(x: Tensor) -> str | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """`reference.rms_norm`: `x` [..., h], `weight` [h], fp32 inside."""
+    """Compute `reference.rms_norm`: `x` [..., h], `weight` [h], fp32 inside."""
     # a compiler fuses the definition, and its gradient, better than this fixed sequence
     if torch.compiler.is_compiling():
         return reference.rms_norm(x, weight, eps, zero_centered=zero_centered)

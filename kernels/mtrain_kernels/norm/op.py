@@ -24,8 +24,8 @@ PLAIN: dict[str, Any] = {"cpu": cpu, "reference": reference}
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False, impl: str = "auto"
 ) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 + weight` if
-    zero-centered.
+    """Compute `x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 +
+    weight` if zero-centered.
 
     `x` [..., h], `weight` [h], in fp32, fp16 or bf16 each; the result has x's shape and dtype.
     `impl` is `reference`, `cpu`, `triton` or `auto`. Raises `ValueError` where shapes do not fit,
@@ -69,7 +69,7 @@ def layer_norm(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """`(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in
+    """Compute `(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in
     `rms_norm`.
 
     `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. The rest
@@ -255,8 +255,8 @@ def _quantized(inputs: dict[str, Any], impl: str) -> Any:
 
 
 def _quantized_and_checked(inputs: dict[str, Any], impl: str) -> tuple[Tensor, ...]:
-    """Norm and sum, and how many bytes of the operand, as it is and transposed, are not those of
-    the norm.
+    """Return norm and sum, and how many bytes of the operand, as it is and transposed, are not
+    those of the norm.
     """
     from mtrain_kernels.quantize.op import quantize_blocks
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 + weight` if
-    zero-centered.
+    """Compute `x / sqrt(mean(x^2) + eps) * w` over the last axis, with `w = weight`, or `1 +
+    weight` if zero-centered.
 
     `x` [..., h], `weight` [h]; the result has x's shape and dtype. Half precision is widened to
     fp32 first, the weight too: `1 + weight` keeps what half precision would round away. Raises
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = Fal
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
 ) -> Tensor:
-    """`(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in
+    """Compute `(x - mean(x)) / sqrt(var(x) + eps) * w + bias` over the last axis, with `w` as in
     `rms_norm`.
 
     `x` [..., h], `weight` [h], `bias` [h] or None; the variance is that of the population. Widening

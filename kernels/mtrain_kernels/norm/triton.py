@@ -126,7 +126,7 @@ def _load(
     x_ptr, dy_ptr, mean_ptr, rstd_ptr, row, column, rows, width, x_stride, dy_stride,
     SUBTRACT_MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Rows, their gradient, mean and 1/std as they lie."""
+    """Return rows, their gradient, mean and 1/std as they lie."""
     inside = (row < rows) & (column < width)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0)

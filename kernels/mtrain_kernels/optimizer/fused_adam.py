@@ -131,8 +131,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Stores a moment or a master in fp32 as it is kept; a remainder takes the parameter's own
-        bits with it.
+        """Store a moment or a master given in fp32 in its own format; a remainder takes the
+        parameter's own bits with it.
 
         A master in int16 is taken as the remainder itself. What is no tensor stays as it is:
         megatron-core passes its own marks, such as `padding`, along with a parameter's tensors.

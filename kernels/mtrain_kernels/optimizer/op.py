@@ -62,7 +62,7 @@ def grad_norm(grads: Sequence[Tensor], *, impl: str = "auto") -> Tensor:
 def clip_grad_norm_(
     grads: Sequence[Tensor], max_norm: float, *, norm: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
-    """Scales all contiguous tensors in place so that their norm is at most `max_norm`; returns the
+    """Scale all contiguous tensors in place so that their norm is at most `max_norm`; return the
     norm from before.
 
     `norm` is theirs unless given, as where it is reduced over ranks. Nothing waits for the device.

@@ -97,7 +97,7 @@ def adamw_(
 
 
 def at(clock: Tensor, hyper: Hyper) -> Hyper:
-    """`hyper` at the learning rate and the step of `clock` [2] fp64."""
+    """Return `hyper` at the learning rate and the step of `clock` [2] fp64."""
     lr, step = clock.tolist()
     # Both are 1 only without bias correction, as 1 - beta^step stays below 1.
     corrected = not hyper.bias1 == hyper.bias2 == 1
@@ -106,8 +106,8 @@ def at(clock: Tensor, hyper: Hyper) -> Hyper:
 
 
 def _read(lists: Lists) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Master, first and second moment of every parameter in fp32 [n]: the tensors themselves where
-    they are fp32.
+    """Return master, first and second moment of every parameter in fp32 [n]: the tensors themselves
+    where they are fp32.
     """
     count = len(lists.params)
     if lists.masters and lists.masters[0].dtype == torch.int16:

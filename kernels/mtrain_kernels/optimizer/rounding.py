@@ -41,8 +41,8 @@ def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
 def philox(
     seed: int, index: Tensor, stream: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit random words, in int64, for each `index` (int64) of the tensor `stream` at a
-    `step`.
+    """Return four 32-bit random words, in int64, for each `index` (int64) of the tensor `stream` at
+    a `step`.
 
     Philox4x32 with 10 rounds, the counter being (index low, index high, stream, step) and the key
     the 64-bit seed, so that a number depends on its place and on nothing else. Source: Salmon et

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain_kernels.optimizer.fused_adam import FusedAdam
 
 SIDES = ("rows", "columns")
-"""What of a matrix has factors: `gram_<side>`, an average of its products with itself, and
+"""Sides of a matrix, each with factors: `gram_<side>`, an average of its products with itself, and
 `basis_<side>`.
 """
 Factors = dict[str, Tensor]
@@ -72,7 +72,7 @@ class Soap(FusedAdam):
         given: Callable[[Tensor], Tensor],
         taken: Callable[[Tensor, Tensor], None],
     ) -> None:
-        """Hands what `given` says of each matrix to `rotated`, and the results to `taken`; here
+        """Pass the result of `given` for each matrix to `rotated`, and the results to `taken`; here
         they are whole.
         """
         for param in params:

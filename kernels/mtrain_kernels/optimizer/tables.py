@@ -21,8 +21,8 @@ def address(x: Tensor) -> int:
 def tables(
     rows: Sequence[tuple[int, ...]], pointers: int, size_at: int, length: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor, bool]]:
-    """(table, chunks of `length`, aligned) of the rows with elements, first those that are read 16
-    bytes at a time.
+    """Return (table, chunks of `length`, aligned) of the rows with elements, first those that are
+    read 16 bytes at a time.
 
     Those have their first `pointers` numbers and their size in multiples of 16; one odd tensor
     slows only its like.
@@ -48,8 +48,8 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
 
 
 def _chunks(sizes: tuple[int, ...], length: int, device: torch.device) -> Tensor:
-    """(tensor, chunk) of every chunk of `length` of tensors of these sizes, as int32 on
-    the device.
+    """Return (tensor, chunk) of every chunk of `length` of tensors of these sizes, as int32 on the
+    device.
     """
 
     def make() -> Tensor:

@@ -55,8 +55,8 @@ def chunk(
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Tensor, first element and length of this program's chunk; a multiple of 16 where the tensors'
-    sizes are.
+    """Return tensor, first element and length of this program's chunk; a multiple of 16 where the
+    tensors' sizes are.
     """
     tensor = tl.load(chunks_ptr + 2 * tl.program_id(0)).to(tl.int64)
     begin = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
@@ -68,7 +68,7 @@ def chunk(
 
 @triton.jit
 def words(seed, first, stream, step, BLOCK: tl.constexpr):
-    """Three times 16 random bits for each of `BLOCK` elements from `first` on, as
+    """Return three times 16 random bits for each of `BLOCK` elements from `first` on, as
     `rounding.words`.
     """
     # a multiple of half a block, so that its low 32 bits take the sum without a carry
@@ -90,8 +90,8 @@ def halves(word, BLOCK: tl.constexpr):
 
 @triton.jit
 def stochastic(x, word):
-    """fp32 to bf16: 16 random bits are added before the low half of the bits is dropped; `x` is a
-    sum or product.
+    """Round fp32 to bf16: 16 random bits are added before the low half of the bits is dropped; `x`
+    is a sum or product.
 
     What a GPU works out is never a negative NaN (PTX ISA, `add`), so that a minimum keeps NaN from
     a carry.
@@ -213,8 +213,8 @@ def store_weight(
 
 @triton.jit
 def over(x, by, inverse):
-    """`x / by` for the same `by` in all calls, rounded once, with `inverse` = 1 / by rounded once;
-    x is not negative.
+    """Return `x / by` for the same `by` in all calls, rounded once, with `inverse` = 1 / by rounded
+    once; x is not negative.
 
     The remainder of a quotient that is off by an ulp is exact in one operation, so that two
     corrections give the nearest number (Markstein 1990, IBM Journal of Research and Development

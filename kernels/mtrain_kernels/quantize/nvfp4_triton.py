@@ -95,8 +95,8 @@ def nvfp4_kernel(x_ptr, top_ptr, packed_ptr, scale_ptr, rows, columns, stride, S
 
 @triton.jit
 def over_scale(a, b):
-    """`a / b` to the last bit, for `b` with four bits and less: so no nearer to a tie than 1/30 of
-    the last bit.
+    """Return `a / b` to the last bit, for `b` with four bits and less: so no nearer to a tie than
+    1/30 of the last bit.
 
     A quotient that is off by some last bits, and never infinite, is corrected by its remainder,
     which is exact.

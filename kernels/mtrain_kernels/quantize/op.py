@@ -56,8 +56,8 @@ def quantize_tensorwise(
     swiglu: bool = False,
     impl: str = "auto",
 ) -> Quantized:
-    """FP8 with one scale for the tensor: current scaling, or delayed scaling with the `multiplier`
-    [1] fp32 given.
+    """Quantise to FP8 with one scale for the tensor: current scaling, or delayed scaling with the
+    `multiplier` [1] fp32 given.
 
     `x` [..., n] in fp32, fp16 or bf16, taken as [m, n]; `format` "e4m3" or "e5m2". With `swiglu` it
     is [..., 2 n], and what is quantised is silu(gate) times up of the two halves, rounded to x's
@@ -86,8 +86,8 @@ def quantize_blocks(
     swiglu: bool = False,
     impl: str = "auto",
 ) -> Quantized:
-    """FP8 with a scale for each block: `layout` "1x128", "128x128", each with "_power_of_two", or
-    "mx" (MXFP8).
+    """Quantise to FP8 with a scale for each block: `layout` "1x128", "128x128", each with
+    "_power_of_two", or "mx" (MXFP8).
 
     The transpose of a layout with one row is quantised anew along its own rows. `x`, `format`,
     `swiglu` and errors are those of `quantize_tensorwise`.
@@ -117,8 +117,8 @@ def dequantize_blocks(
     dtype: torch.dtype = torch.bfloat16,
     impl: str = "auto",
 ) -> Tensor:
-    """`scale data` [m, n] in `dtype` from what `quantize_blocks` gave; `ValueError` where shapes do
-    not fit.
+    """Return `scale data` [m, n] in `dtype` from the result of `quantize_blocks`; `ValueError`
+    where shapes do not fit.
     """
     _require_layout(layout)
     rows, columns, _ = LAYOUTS[layout]
@@ -141,8 +141,8 @@ def dequantize_blocks(
 
 
 def quantize_nvfp4(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """NVFP4: codes [m, n / 2] uint8 (even columns in low halves), scales of blocks [m, ceil(n /
-    16)] e4m3, scale [1].
+    """Quantise to NVFP4: codes [m, n / 2] uint8 (even columns in low halves), scales of blocks [m,
+    ceil(n / 16)] e4m3, scale [1].
 
     `x` [..., n] in fp32, fp16 or bf16, taken as [m, n], n even. Raises `ValueError` where it does
     not fit. A block with a NaN has the scale NaN. Definition: `reference.quantize_nvfp4`.
@@ -184,8 +184,8 @@ def dequantize_nvfp4(
 
 
 def swiglu_quantize(x: Tensor, **options: Any) -> Quantized:
-    """silu(gate) times up of `x` [..., 2 n], quantised; `quantize_blocks` if `layout` is given,
-    else tensorwise.
+    """Return silu(gate) times up of `x` [..., 2 n], quantised; `quantize_blocks` if `layout` is
+    given, else tensorwise.
     """
     return (quantize_blocks if "layout" in options else quantize_tensorwise)(
         x, swiglu=True, **options
@@ -219,8 +219,8 @@ def _scale_dtype(layout: str) -> torch.dtype:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """One-byte dtypes as uint8, in which the operators speak: FP8 knows little arithmetic, and old
-    GPUs no FP8.
+    """Return one-byte dtypes as uint8, the operators' format: FP8 supports little arithmetic, and
+    old GPUs have no FP8.
     """
     return x.contiguous().view(torch.uint8) if x.element_size() == 1 else x.contiguous()
 

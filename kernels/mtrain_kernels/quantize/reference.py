@@ -40,8 +40,8 @@ def multiplier(amax: Tensor, format: str, scale: str = "fp32") -> Tensor:
 
 
 def span(amax: Tensor, greatest: float) -> Tensor:
-    """`greatest / amax` rounded once (a number over a tensor would not be), at most 2^126; 1 for an
-    amax of 0.
+    """Return `greatest / amax` rounded once (a number over a tensor would not be), at most 2^126; 1
+    for an amax of 0.
     """
     # Filled on the device: `torch.tensor` would copy from the host, which waits for the device.
     m = torch.full((), greatest, device=amax.device) / amax
@@ -140,8 +140,8 @@ def e8m0(amax: Tensor, format: str) -> Tensor:
 
 
 def dequantize_blocks(q: Tensor, scale: Tensor, layout: str, dtype: torch.dtype) -> Tensor:
-    """`scale q` in `dtype` [m, n], worked out in fp32; `q` [m, n] and `scale` as `quantize_blocks`
-    gives them.
+    """Return `scale q` in `dtype` [m, n], worked out in fp32; `q` [m, n] and `scale` as
+    `quantize_blocks` gives them.
     """
     rows, columns, _ = LAYOUTS[layout]
     spread = (
@@ -153,8 +153,8 @@ def dequantize_blocks(q: Tensor, scale: Tensor, layout: str, dtype: torch.dtype)
 
 
 def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """NVFP4: codes [m, n / 2] in uint8, block scales [m, ceil(n / 16)] in e4m3, scale [1]; even
-    columns go low.
+    """Quantise to NVFP4: codes [m, n / 2] in uint8, block scales [m, ceil(n / 16)] in e4m3, scale
+    [1]; even columns go low.
 
     A number is `code * block scale * scale`. A block that holds a NaN has a NaN for its scale, as
     e2m1 has none. `x` [m, n] with even n. Source: NVIDIA 2025, arXiv:2509.25149, appendix C.

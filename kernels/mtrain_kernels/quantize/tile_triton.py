@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def dealt(SIDE: tl.constexpr, RUN: tl.constexpr):
-    """Rows of a tile in the order in which threads take them, so that each has `RUN` that are
-    neighbours.
+    """Return rows of a tile in the order in which threads take them, so that each has `RUN` that
+    are neighbours.
     """
     at = tl.arange(0, SIDE)
     if RUN > 1:

@@ -122,8 +122,8 @@ def greatest_finite(x, axis: tl.constexpr):
 
 @triton.jit
 def multiplier(amax, GREATEST: tl.constexpr):
-    """`GREATEST / amax`, at most 2^126, and 1 for an amax of 0; the division is exact to the last
-    bit.
+    """Return `GREATEST / amax`, at most 2^126, and 1 for an amax of 0; the division is exact to the
+    last bit.
     """
     # Below this amax the multiplier would exceed 2^126.
     least = tl.maximum(amax, GREATEST / GREATEST_MULTIPLIER)
@@ -132,8 +132,8 @@ def multiplier(amax, GREATEST: tl.constexpr):
 
 @triton.jit
 def scales(amax, GREATEST: tl.constexpr, EMAX: tl.constexpr, SCALE: tl.constexpr):
-    """Multiplier in fp32, and the scale as it is stored: fp32, or for "e8m0" its
-    exponent in uint8.
+    """Return multiplier in fp32, and the scale as it is stored: fp32, or for "e8m0" its exponent in
+    uint8.
     """
     bits = amax.to(tl.int32, bitcast=True)
     above = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)  # both formats end at 1.75 * 2^EMAX
@@ -258,8 +258,8 @@ def groups(
     GREATEST: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Codes of a tile in groups along its rows, or `DOWN` its columns, and the scale of
-    each group.
+    """Return codes of a tile in groups along its rows, or `DOWN` its columns, and the scale of each
+    group.
     """
     COUNT: tl.constexpr = SIDE // GROUP
     EMAX: tl.constexpr = 8 if MANTISSA == 3 else 15

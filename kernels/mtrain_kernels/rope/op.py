@@ -33,7 +33,7 @@ def rope(
     zero_centered: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`rotate` on queries and on keys, each head RMS-normalised before where there are weights.
+    """Apply `rotate` to queries and to keys, each head RMS-normalised before if there are weights.
 
     `q` [..., s, n, d] and `k` [..., s, g, d]; `q_weight` and `k_weight` [d], both or neither. See
     `rotate`.

@@ -37,7 +37,8 @@ from mtrain_kernels.runtime import ceil_div, on_device_of, power_of_two, process
 def _heads_of(
     block, q_blocks, kv_blocks, heads, groups, width, HEADS: tl.constexpr, GROUPED: tl.constexpr
 ):
-    """Heads of a block, how many of their kind there are, and where each begins in a packed row.
+    """Return the heads of a block, how many of their kind there are, and where each begins in a
+    packed row.
 
     Grouped: the queries of a group, its key, its value, and the next group; else all queries, keys,
         values.
@@ -71,8 +72,8 @@ def packed_forward_kernel(
     PAIRED: tl.constexpr,
     NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Queries and keys of a tile of tokens, normed and turned, or its values as they are, to where
-    each kind lies.
+    """Write queries and keys of a tile of tokens, normed and turned, or its values as they are, to
+    the places of each kind.
     """
     kind, head, count, place = _heads_of(
         tl.program_id(1), q_blocks, kv_blocks, heads, groups, width, HEADS, GROUPED

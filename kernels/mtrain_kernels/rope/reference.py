@@ -21,7 +21,7 @@ def rope(
     eps: float = 1e-6,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`rotate` on queries and on keys, each head RMS-normalised before where there are weights.
+    """Apply `rotate` to queries and to keys, each head RMS-normalised before if there are weights.
 
     `q` [..., s, n, d] and `k` [..., s, g, d]; `q_weight` and `k_weight` [d], both or neither. See
     `rotate`.

@@ -27,7 +27,7 @@ def _load(
     HALF: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """First and second element of each pair in fp32, from heads that start at `at`."""
+    """Return first and second element of each pair in fp32, from heads that start at `at`."""
     if PAIRED:
         # Interleaved pairs are read side by side and split in registers, which keeps loads wide.
         column = tl.arange(0, 2 * HALF)[None, None, :]
@@ -91,7 +91,7 @@ def _over_head(both, rest, REST: tl.constexpr):
 
 @triton.jit
 def _rstd(a, b, rest, width, eps, REST: tl.constexpr):
-    """1 over the root mean square of each head."""
+    """Return 1 over the root mean square of each head."""
     squares = _over_head(a * a + b * b, rest * rest, REST)
     return 1.0 / tl.sqrt(squares / width + eps)
 
@@ -119,8 +119,8 @@ def _weights(
 
 @triton.jit
 def _through_norm(da, db, drest, a, b, rest, rstd, width, REST: tl.constexpr):
-    """Gradients of what was normed to `a`, `b` and `rest`, from those of what they were multiplied
-    to.
+    """Return gradients of the inputs normed to `a`, `b` and `rest`, from those of their
+    products.
     """
     along = _over_head(da * a + db * b, drest * rest, REST) / width
     return rstd * (da - a * along), rstd * (db - b * along), rstd * (drest - rest * along)
@@ -146,7 +146,9 @@ def _angles(
     cos_ptr, sin_ptr, positions_ptr, batch, token, live, half, table, batch_stride, token_stride,
     HALF: tl.constexpr, POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines [TOKENS, 1, HALF]; a position outside of the table gives no number."""
+    """Return cosines and sines [TOKENS, 1, HALF]; a position outside of the table gives no
+    number.
+    """
     if POSITIONS:
         position = tl.load(
             positions_ptr + batch * batch_stride + token * token_stride, mask=live, other=0
@@ -207,8 +209,8 @@ def backward_kernel(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     PAIRED: tl.constexpr, POSITIONS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of normed and turned heads; each program walks over tiles and leaves fp32 sums for
-    the weight.
+    """Compute gradients of normed and turned heads; each program walks over tiles and leaves fp32
+    sums for the weight.
 
     The sums stay apart for each token and head of a tile until the end: only then do warps wait for
     each other.
@@ -252,15 +254,17 @@ def backward_kernel(
 
 
 def head_sides(width: int, half: int) -> tuple[dict[str, int], int]:
-    """Pairs that turn and the rest of a head in a tile, and how many elements a head has there."""
+    """Return pairs that turn and the rest of a head in a tile, and how many elements a head has
+    there.
+    """
     rest = width - 2 * half
     sides = {"HALF": power_of_two(half), "REST": power_of_two(rest) if rest else 0}
     return sides, power_of_two(2 * sides["HALF"] + sides["REST"])
 
 
 def _grid(x: Tensor, half: int, elements: int) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """Tiles of x [b, s, n, d] along tokens and heads of each row of the batch, and the constants of
-    a tile.
+    """Return tiles of x [b, s, n, d] along tokens and heads of each row of the batch, and the
+    constants of a tile.
     """
     batch, length, heads, width = x.shape
     sides, each = head_sides(width, half)

@@ -86,8 +86,8 @@ def ssd(
 
 
 def runs(segments: Tensor) -> Tensor:
-    """Segments [n, t] counted from 0 in each row: a mark that comes back later is another segment
-    than before.
+    """Return segments [n, t] counted from 0 in each row: a mark that comes back later is another
+    segment than before.
     """
     changed = torch.zeros_like(segments, dtype=torch.int32)
     changed[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -139,8 +139,8 @@ def _prepare(
     state: Tensor | None,
     segments: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Checked inputs in the dtype of the computation, with one b and c for each head, and the first
-    state.
+    """Return checked inputs in the dtype of the computation, with one b and c for each head, and
+    the first state.
     """
     require_ssd(x, dt, a, b, c, d, dt_bias, state, segments)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32

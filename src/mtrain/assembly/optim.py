@@ -19,8 +19,8 @@ from mtrain.mcore.state.optimizer_state import distribute, name_states
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
-    """megatron-core's optimizer over this rank's chunks: distributed or not, mixed precision or
-    not.
+    """Build megatron-core's optimizer over this rank's chunks: distributed or not, mixed precision
+    or not.
     """
     spec = OPTIMIZERS[run.optim.name]
     config = optimizer_config(run)
@@ -40,7 +40,7 @@ def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
 
 
 def optimizer_config(run: RunConfig) -> Any:
-    """megatron-core's configuration of the optimizer; decides which class of this process it
+    """Return megatron-core's configuration of the optimizer; decide which class of this process it
     builds.
 
     Raises:
@@ -67,7 +67,7 @@ def optimizer_config(run: RunConfig) -> Any:
 
 
 def _matching(group: ParamGroup) -> Any:
-    """megatron-core's name of a group of parameters."""
+    """Return megatron-core's name of a group of parameters."""
     return mcore.ParamKey(
         with_name_predicate=mcore.ParamWithNamePredicate(name=group.name, fn=group.contains)
     )

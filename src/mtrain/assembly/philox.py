@@ -78,7 +78,9 @@ class Stream:
         ]
 
     def _elsewhere(self, starts: Tensor, count: int, device: torch.device) -> Tensor:
-        """`count` elements from each of `starts` (int64 [n], on the host): int32 [n, count]."""
+        """Return `count` elements from each of `starts` (int64 [n], on the host): int32 [n,
+        count].
+        """
         blocks = -(-count // PER_BLOCK) + int(bool((starts % PER_BLOCK).any()))
         first = (starts // PER_BLOCK).to(device).unsqueeze(1)
         words = self.words((first + torch.arange(blocks, device=device)).flatten())
@@ -134,8 +136,8 @@ def uniform(bits: Tensor) -> Tensor:
 
 
 def normal(bits: Tensor) -> Tensor:
-    """Normal numbers of mean 0 and standard deviation 1, float32: the quantiles of the 32 bits of
-    each.
+    """Return normal numbers of mean 0 and standard deviation 1, float32: the quantiles of the 32
+    bits of each.
     """
     bits = bits.contiguous()
     # the last bit that a float has no room for is rounded, alike everywhere

@@ -18,7 +18,7 @@ from mtrain.mcore import api as mcore
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """max(x, 0)^2, elementwise (So et al. 2021, Primer)."""
+    """Return max(x, 0)^2, elementwise (So et al. 2021, Primer)."""
     return F.relu(x).square()
 
 

@@ -37,9 +37,7 @@ class Exported:
     has them.
     """
     padding: str
-    """How the padding of the vocabulary was handled, whose rows are in the tensors; empty if it has
-    no padding.
-    """
+    """Treatment of the vocabulary's padding rows, in words; empty without padding."""
 
 
 def weight_keys(checkpoint: Checkpoint) -> list[str]:

@@ -73,7 +73,7 @@ class Entry:
     """A tensor of a shard."""
 
     dtype: str
-    """As safetensors calls it."""
+    """Name of the number format in safetensors."""
     shape: tuple[int, ...]
     at: int
     """The offset of its bytes in the file."""

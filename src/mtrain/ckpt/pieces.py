@@ -18,8 +18,8 @@ from typing import Any
 from mtrain.errors import CorruptData
 
 Piece = dict[str, Any]
-"""As a manifest describes it: file, entry, offset and shape of a box, and its flat range where it
-is not whole.
+"""Entry of a manifest: file, entry, offset and shape of a box, and its flat range if it is only a
+part of the box.
 """
 Numbers = tuple[int, ...]
 

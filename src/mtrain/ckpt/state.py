@@ -28,7 +28,8 @@ from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
 
 STREAMS = "by stage, data and context rank"
-"""How a checkpoint describes whose generators differ; in older ones, those of all ranks were equal.
+"""Marker in a checkpoint for the ranks with distinct random generators; without it (older
+checkpoints) all ranks had the same.
 """
 
 

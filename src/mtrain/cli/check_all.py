@@ -235,7 +235,7 @@ def shipped() -> dict[str, list[str]]:
 
 
 def _distinct(clusters: Sequence[str]) -> list[str]:
-    """Clusters that differ in more than their names: of several that do not, the first."""
+    """Return the first of each set of clusters that differ in their names only."""
     facts = {name: section("cluster", name).model_dump_json(exclude={"name"}) for name in clusters}
     # Reversed, because the last entry of a key stays: the first name of equal clusters.
     first = {said: name for name, said in reversed(facts.items())}

@@ -46,21 +46,20 @@ class Page:
     examples: Mapping[str, str]
     """Command lines, without the name of the program -> what each does."""
     short: str = ""
-    """What the list of all verbs says."""
+    """Summary in the list of all verbs."""
     runs: str = ""
     """Module and function under `mtrain.cli`; the function receives `words` and the flags, and
     returns the exit code."""
     arguments: Mapping[str, str | None] = field(default_factory=dict)
-    """What the words are; the name `SETTINGS` stands for the rows of a configuration."""
+    """Argument -> its description; the name `SETTINGS` stands for the rows of a configuration."""
     flags: Mapping[str, str | None] = field(default_factory=dict)
     """`-o, --output FILE` -> what it does; without a text, that of `FLAGS`."""
     first: Sequence[str] = ("settings",)
-    """What completes its first word: sources of `completion`, or words."""
+    """Completions of the first word: sources of `completion`, or words."""
     then: Sequence[str] | None = None
     """The same for later words; None: as for the first."""
     path_at: int | None = None
-    """How many bare words precede the path that may also stand before the verb; None: no path
-    may."""
+    """Number of bare words before the path that may also precede the verb; None: no path may."""
     subverbs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

@@ -175,8 +175,8 @@ def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Pat
 
 
 def inspect(argv: list[str], *, as_json: bool) -> int:
-    """`inspect PATH`: names, shapes, formats and totals of a folder, a checkpoint or a file; reads
-    no weight.
+    """Run `inspect PATH`: print names, shapes, formats and totals of a folder, a checkpoint or a
+    file; read no weight.
     """
     (path,) = given_paths(argv, 1, "inspect PATH")
     from mtrain.convert.inspect import held, totals
@@ -434,7 +434,7 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
 
 
 def export_whole(words: list[str]) -> int:
-    """`export RUN OUT`: write the weights of a checkpoint as whole tensors to a new folder.
+    """Run `export RUN OUT`: write the weights of a checkpoint as whole tensors to a new folder.
 
     Raises:
         ConfigError: the run has no checkpoint, or the new folder is missing or exists.

@@ -27,8 +27,8 @@ _SAY_A_MODEL = ("model", "recipe", "run")
 
 
 def import_megatron(argv: list[str]) -> int:
-    """`import --megatron DIR RUN [overrides]`: a run folder whose checkpoint of step 0 has the
-    weights.
+    """Run `import --megatron DIR RUN [overrides]`: make a run folder whose checkpoint of step 0 has
+    the weights.
     """
     source, out, extra = source_and_new(argv, IMPORT)
     from mtrain.convert import certificate
@@ -94,8 +94,8 @@ def _is_whole(value: Any) -> bool:
 
 
 def export_megatron(argv: list[str]) -> int:
-    """`export --megatron RUN DIR [dtype=D] [layers=stacked|apart]`: a folder that Megatron-LM
-    loads.
+    """Run `export --megatron RUN DIR [dtype=D] [layers=stacked|apart]`: write a folder that
+    Megatron-LM loads.
     """
     usage = f"{program()} convert {EXPORT} [dtype=bf16] [layers=apart]"
     target, rest = target_of(argv, "convert export", usage)

@@ -56,8 +56,7 @@ MAX_KEYS = 12
 
 
 def run(words: list[str], *, as_json: bool) -> int:
-    """Explains the first word, for the configuration that the others describe; returns the exit
-    code.
+    """Explain the first word, for the configuration that the others describe; return the exit code.
 
     Raises:
         ConfigError: there is no such key and no such code, or the overrides are refused.
@@ -210,7 +209,7 @@ def _section(path: str) -> dict[str, Any]:
 
 
 def _key(path: str, composed: Composed) -> dict[str, Any]:
-    """Everything about a key in a configuration."""
+    """Return everything about a key in a configuration."""
     from mtrain.config.messages.codes import validating
 
     field = field_of(path)
@@ -325,7 +324,7 @@ def _with_section(run: RunConfig, path: str) -> RunConfig:
 
 
 def _page(facts: Mapping[str, Any]) -> str:
-    """Facts as a page of plain text."""
+    """Return facts as a page of plain text."""
     if "section" in facts:
         width = max(len(key) for key in facts["keys"])
         return "\n".join(

@@ -38,7 +38,7 @@ class Found:
     """Everything that was measured."""
 
     runs: list[tuple[str, Measured]] = field(default_factory=list)
-    """With names for a table."""
+    """Runs, each with its name in tables."""
     kernels: list[Rates] = field(default_factory=list)
 
 

@@ -33,13 +33,13 @@ class Word:
     read: Reader = str
     """Raises ValueError for a text that is no value of it."""
     rule: str = ""
-    """What a value must be."""
+    """Requirement on the value, for error messages."""
     example: str = ""
     """A value of it."""
     aka: tuple[str, ...] = ()
     """Its names in other systems."""
     many: bool = False
-    """It may be repeated, each time with a value or a JSON list of values."""
+    """True if it may be repeated, each time with a value or a JSON list of values."""
 
 
 def number(

@@ -252,7 +252,7 @@ def _recomputation(memory: dict[str, Any]) -> list[str]:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Numbers, those that come more than twice in a row as `4x19`."""
+    """Return numbers in words, those that come more than twice in a row as `4x19`."""
     words: list[str] = []
     for number, group in groupby(numbers):
         times = len(list(group))

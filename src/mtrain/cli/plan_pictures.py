@@ -50,7 +50,7 @@ def pictures(
 
 
 def _width() -> int:
-    """Cells of a bar on this terminal."""
+    """Return the number of cells of a bar on this terminal."""
     return max(LEAST, min(WIDTH, get_terminal_size((WIDTH + BESIDE, 0)).columns - BESIDE))
 
 

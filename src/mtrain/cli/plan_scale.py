@@ -43,7 +43,7 @@ class Asked:
     differs: str
     """The values of what is swept."""
     batch: int | None
-    """Of what is swept; None: it follows from the first."""
+    """Global batch size, if the sweep varies it; None: it follows from the first configuration."""
 
 
 def run(
@@ -363,7 +363,7 @@ def cells(found: Scale) -> list[list[str]]:
 
 
 def _bars(found: Scale) -> Iterator[str]:
-    """Efficiency as bars."""
+    """Yield the efficiency as bars."""
     yield ""
     yield "efficiency"
     most = max(1.0, *(found.efficiency(one) for one in found.points))

@@ -103,8 +103,8 @@ def _in(run: RunConfig, folder: Path, name: str, **checkpoint: Any) -> RunConfig
 
 
 def _ends(root: Path) -> dict[str, str]:
-    """Hashes of what every rank saved after the last step: weights, optimizer state, random
-    generators.
+    """Return hashes of everything that ranks saved after the last step: weights, optimizer state,
+    random generators.
     """
     manifest = ckpt_folder.read_manifest(root / ckpt_folder.folder_name(STEPS), verify=True)
     return {

@@ -260,7 +260,7 @@ def overrides(layout: Layout, task: Task, words: Sequence[str]) -> str:
 
 
 def left_of(words: Sequence[str]) -> list[str]:
-    """`words` without those that say a layout."""
+    """Return `words` without those that set a layout."""
     return [
         word for word in words if word.partition("=")[0].lstrip("+~") not in {"parallel", *KEYS}
     ]

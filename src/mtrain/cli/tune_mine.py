@@ -36,7 +36,7 @@ class Mine:
     """A layout that was named, against the first of a search."""
 
     named: str
-    """As it was written, or where."""
+    """Name of the layout: the user's spelling, or its source."""
     first: Layout
     room: float
     """Bytes that a layout may take."""

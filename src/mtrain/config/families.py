@@ -86,7 +86,7 @@ class FamilyConfig:
     section: type[Section] | None = None
     """The schema of `model.NAME`, by the family's name."""
     about: str = ""
-    """What the section describes, for `explain` and the page of all keys."""
+    """Description of the section, for `explain` and the page of all keys."""
     limits: tuple[Limit, ...] = ()
     """Keys that the family does not read, or whose other values it cannot build."""
 

@@ -68,10 +68,11 @@ class Weights:
         ours: Mapping[str, Box],
         dtype: str | None = None,
     ) -> None:
-        """`ours`: where each tensor of the run's model lies in a checkpoint.
+        """Match the tensors of a checkpoint with a table.
 
-        `dtype`: what they are written in; None: as the checkpoint has them. fp32 comes from main
-        weights.
+        Args:
+            ours: the place of each tensor of the run's model in a checkpoint.
+            dtype: the format to write; None: that of the checkpoint. fp32 comes from main weights.
 
         Raises:
             CorruptData: the checkpoint lacks a weight of the model, or the table does not fit it.

@@ -43,7 +43,7 @@ BYTES = {
 """Number format -> bytes of one number."""
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""As in the format's own readers."""
+"""Limit on a header, the same as in the format's own readers."""
 MAX_DIMENSIONS = 16
 ALIGNMENT = 8
 MAX_ENTRY_BYTES = 256
@@ -179,7 +179,7 @@ class Writer:
     """
 
     def __init__(self, path: Path, names: Iterable[str], metadata_bytes: int = 256) -> None:
-        """`metadata_bytes`: of the metadata at most, as JSON."""
+        """Reserve room for metadata of at most `metadata_bytes`, as JSON."""
         self.path = path
         self._names = deque(names)
         self._entries: dict[str, Any] = {}

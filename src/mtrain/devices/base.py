@@ -52,9 +52,9 @@ class Device:
     namespace: Any
     """The module or object that megatron-core sees in place of `torch.cuda`."""
     pin_memory: bool
-    """Whether host memory can be pinned for copies to the device."""
+    """True if host memory can be pinned for copies to the device."""
     runs_ahead: bool = True
-    """Whether the host continues while the device works; False if a call returns when its work is
+    """True if the host continues while the device works; False if a call returns when its work is
     done.
     """
 

@@ -122,7 +122,7 @@ class Event:
         """Return at once: there is nothing to wait for."""
 
     def query(self) -> bool:
-        """Always done."""
+        """Return True: the work of a CPU is always done."""
         return True
 
     def synchronize(self) -> None:
@@ -170,7 +170,7 @@ class Stream(contextlib.AbstractContextManager["Stream"]):
         return event
 
     def query(self) -> bool:
-        """Always done."""
+        """Return True: the work of a CPU is always done."""
         return True
 
     def synchronize(self) -> None:

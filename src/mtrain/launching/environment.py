@@ -57,7 +57,7 @@ class Setting:
     value: str
     reason: str
     by_user: bool = False
-    """Whether the variable was set already; `value` is then its value."""
+    """True if the variable was already set; `value` is then its value."""
     allowed: tuple[str, ...] = ()
     """The values that the run accepts; empty: any."""
 
@@ -81,7 +81,7 @@ class Place:
     cores: int = field(default_factory=cpu_cores)
     """Cores that these ranks share."""
     on_one_machine: bool = True
-    """Whether all ranks of the run are on this machine."""
+    """True if all ranks of the run are on this machine."""
     home_filesystem: str = ""
     """The type of the home folder's filesystem, as /proc/mounts names it; empty if unknown."""
     scratch: Path = field(

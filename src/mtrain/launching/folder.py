@@ -59,7 +59,7 @@ class Plan:
     changes: tuple[str, ...] = ()
     """Keys that differ from the checkpoint's configuration, for the record."""
     new: bool = True
-    """Whether the folder is new; False: an earlier run made it, and this run continues it."""
+    """True if the folder is new; False: an earlier run made it, and this run continues it."""
     notes: tuple[str, ...] = ()
     """Remarks on the choice, for the user."""
     weights: Path | None = None

@@ -66,9 +66,9 @@ class Comparison:
     rows: tuple[Row, ...]
     """Largest errors of losses, norms, gradients and weights, with their tolerances."""
     is_located: bool = False
-    """Whether both ran again to find the first module that differs."""
+    """True if both ran again to find the first module that differs."""
     difference: Difference | None = None
-    """That module; None if no module differs by more than rounding."""
+    """First module that differs; None if no module differs by more than rounding."""
 
     @property
     def equal(self) -> bool:
@@ -82,7 +82,7 @@ class Proof:
 
     comparisons: tuple[Comparison, ...]
     drew: bool
-    """Whether several ranks of the run have dropout, so that their masks were compared."""
+    """True if several ranks of the run have dropout, so that their masks were compared."""
     dropout: tuple[tuple[str, str], ...] = ()
     """Modules with wrong dropout over ranks, each with its problem."""
 

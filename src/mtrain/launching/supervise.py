@@ -47,7 +47,9 @@ class Supervisor:
     """Waits for the processes of ranks; forwards a stop; ends all when one fails."""
 
     def __init__(self, errors: Path, advice: str) -> None:
-        """`errors` is a folder of the run; `advice` follows a failure after a checkpoint."""
+        """Supervise ranks; `errors` is a folder of the run, `advice` follows a failure after a
+        checkpoint.
+        """
         self.ranks: dict[int, int] = {}
         """Process id -> rank, of the running ranks."""
         self.errors = errors

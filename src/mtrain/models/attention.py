@@ -10,8 +10,8 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 23
-"""As in `mtrain_kernels.attention.cpu`: so many scores are written out in half precision on a
-CPU.
+"""Most scores materialised at once in half precision on a CPU: the limit of
+`mtrain_kernels.attention.cpu`.
 """
 
 
@@ -27,7 +27,7 @@ class Heads:
     groups: int
     """Key and value heads."""
     width: int
-    """Of a head of queries and keys."""
+    """Width of a head of queries and keys."""
     v_width: int
     window: bool = False
     """A token sees only some of the keys before it."""
@@ -42,7 +42,7 @@ class Heads:
 
 
 def core_attention(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Attention; what the output projection reads."""
+    """Add attention; return the input of the output projection."""
     with g.recomputed("core_attention", h.q, h.k, h.v, when=r.recomputes("core_attn")):
         # Under all_gather and a2a a rank has all keys of its heads, so nothing goes round.
         ring = r.layout.cp > 1 and r.layout.cp_comm_type in ("p2p", "a2a+p2p")
@@ -66,7 +66,7 @@ def _products(
 
 
 def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Kernels that hold no scores: operands, result and a number per query."""
+    """Add kernels that hold no scores: operands, result and a number per query."""
     out = Tensor(r.tokens * h.n * h.v_width * r.element)
     numbers = Tensor(r.tokens * h.n * FP32)
     k = h.k
@@ -176,8 +176,8 @@ def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
 
 
 def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """torch's own on a CPU: its fused kernel, or scores written out where that does not take a
-    call.
+    """Add torch's own attention on a CPU: its fused kernel, or materialised scores for calls that
+    it does not take.
     """
     m = r.model
     b = r.samples
@@ -252,7 +252,9 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tensor]:
-    """torch's kernel for a CPU, which knows one width of heads and masks as numbers."""
+    """Return the tensors of torch's kernel for a CPU, which takes one width of heads, and masks as
+    numbers.
+    """
     b = r.samples
     a = r.element
     padded = h.v_width < h.width
@@ -298,7 +300,9 @@ def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Ten
 
 
 def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
-    """Bent scores: the bent ones, their exponentials and the shares are kept, in fp32."""
+    """Return the tensors of soft-capped scores: capped scores, their exponentials and the shares
+    are kept, in fp32.
+    """
     b = r.samples
     operands = [b * h.n * s * h.width, b * h.n * t * h.width, b * h.n * t * h.v_width, b * h.n * s]
     keeps = [Tensor(size * FP32) for size in (*operands, *[b * h.n * s * t] * 3)]

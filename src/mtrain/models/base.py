@@ -32,7 +32,9 @@ class Flops(Protocol):
     """Model FLOPs of one token's forward and backward, without recomputation."""
 
     def __call__(self, model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-        """Attention of a token to half the sequence if `causal`, else to all of it."""
+        """Return the FLOPs of a token, which attends to half the sequence if `causal`, else to all
+        of it.
+        """
 
 
 class Shrink(Protocol):
@@ -41,8 +43,8 @@ class Shrink(Protocol):
     def __call__(
         self, model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int
     ) -> ModelConfig:
-        """Layout `p` must still split it, and everything that decides which code runs stays as it
-        was.
+        """Shrink a model such that layout `p` still splits it, and everything that decides which
+        code runs stays as it was.
         """
 
 
@@ -90,23 +92,23 @@ class Family:
     theirs by name. Empty: none.
     """
     megatron_names: bool = False
-    """Whether checkpoints of megatron-core call its weights as those of a GPTModel: `convert
+    """True if megatron-core's checkpoints name its weights like those of a GPTModel, for `convert
     --megatron`.
     """
     writes: bool = True
-    """Whether it continues a text, token by token: `generate`, the sample of a run,
+    """True if the model continues a text, token by token: `generate`, the sample of a run,
     lm-evaluation-harness.
     """
 
     reads_between: bool = True
-    """Whether its chunks read samples, and not only where packed documents begin, on pipeline
-    stages that neither embed tokens nor make losses. If not, such stages read none.
+    """True if pipeline stages that neither embed tokens nor compute losses read whole samples, not
+    only the boundaries of packed documents. Otherwise they read no samples.
     """
     predicts_all: bool = True
-    """Whether each token of a sample is predicted, up to those that `data` says to leave out."""
+    """True if every token of a sample is predicted, except those that `data` masks."""
     tokens_alone: Callable[[ModelConfig], bool] = lambda model: True
-    """Whether the loss is the cross entropy of tokens and nothing else, so that it has a
-    perplexity.
+    """Predicate: is the loss the cross entropy of tokens and nothing else, so that it has a
+    perplexity?
     """
 
     flops_per_token: Flops

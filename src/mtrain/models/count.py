@@ -30,11 +30,11 @@ class Counts:
 
     parameters: int
     active_parameters: int
-    """Those that one token visits."""
+    """Parameters that process one token."""
     expert_parameters: int
-    """Those of routed experts, which expert parallelism shards."""
+    """Parameters of routed experts, which expert parallelism shards."""
     frozen_parameters: int
-    """Those that have neither gradient nor optimizer state."""
+    """Parameters with neither gradient nor optimizer state."""
 
     def plus(self, other: Counts, times: int) -> Counts:
         """Return this count plus `times` times `other`."""

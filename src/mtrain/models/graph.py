@@ -25,14 +25,14 @@ class Tensor:
 
     bytes: int
     shared: bool = False
-    """All micro-batches have the same one."""
+    """True if all micro-batches share it."""
     constant: bool = False
-    """It has no gradient."""
+    """True if it has no gradient."""
     of: Tensor | None = None
-    """Whose memory it is a part of, with a gradient of its own."""
+    """Tensor whose memory it is a part of; it has a gradient of its own."""
     quantized: bool = False
-    """What makes it quantises it for the linear layer behind, and makes it again for the gradient
-    of its weight.
+    """True if its producer quantises it for the linear layer that follows, and again for the
+    gradient of that layer's weight.
     """
 
 
@@ -61,14 +61,15 @@ class Exchange(NamedTuple):
     for each other, or parts that go round.
     """
     bytes: int
-    """Of the whole tensor; of what a rank has for others where all send to all; of what goes round.
+    """Size of the whole tensor; of one rank's data for the others in an all-to-all; of the part
+    that goes round in a ring.
     """
     messages: int = 1
     """Copies of a row for as many ranks at most: of a token that several experts take."""
 
 
 Factors = Literal["weights", "frozen", "activations"]
-"""What products multiply activations with: weights, weights that have no gradient, or other
+"""Second factors of products with activations: weights, weights without gradient, or other
 activations.
 """
 
@@ -77,35 +78,35 @@ class Op(NamedTuple):
     """One operation."""
 
     name: str
-    """Of the module that does it, as `self_attention.linear_qkv`."""
+    """Path of the module that performs it, as `self_attention.linear_qkv`."""
     keeps: tuple[Tensor, ...] = ()
-    """What autograd keeps of it for the backward, without weights."""
+    """Tensors that autograd saves for the backward, without weights."""
     products: tuple[Product, ...] = ()
     moved: int = 0
     """Bytes that its forward reads and writes, without those of products."""
     exchanges: tuple[Exchange, ...] = ()
-    """Of its forward; its backward has as many the other way."""
+    """Messages of its forward; its backward sends as many the other way."""
     low: bool = False
-    """Its products are in the low precision of the run, where that has one."""
+    """True if its products are in the low precision of the run, if the run has one."""
     seen: float = 1.0
     """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones.
     """
     factors: Factors = "weights"
-    """Of its products."""
+    """Second factors of its products."""
     again: bool = False
-    """It is done once more in the backward, and until then nothing is kept of it."""
+    """True if the backward recomputes it; nothing is saved of it until then."""
     reads: tuple[Tensor, ...] = ()
-    """What its backward makes gradients of."""
+    """Inputs whose gradients its backward computes."""
     gives: tuple[Tensor, ...] = ()
-    """What its forward makes, and of which its backward needs the gradients."""
+    """Outputs of its forward, whose gradients its backward needs."""
     needs: int = 0
     """Transient bytes of its forward, on top of its inputs, outputs and saved tensors."""
     works: int = 0
     """Transient bytes of its backward, on top of saved tensors and gradients."""
     passes: bool = False
-    """Its backward hands on the gradient of what it gives, as of a sum."""
+    """True if its backward passes on the gradient of its output unchanged, as for a sum."""
     spent: bool = False
-    """Where its backward has the most, the gradient of what it gives is no longer needed."""
+    """True if the gradients of its outputs are no longer needed at the peak of its backward."""
 
 
 @dataclass
@@ -115,10 +116,9 @@ class Block:
     begin: int
     end: int
     gives: tuple[Tensor, ...] = ()
-    """What is made again for those who used it."""
+    """Outputs that are recomputed for their readers."""
     when: int = 0
-    """Behind so many operations; a backward that has come there does those of the block once more.
-    """
+    """Number of operations before the point at which the backward recomputes the block."""
 
 
 @dataclass
@@ -208,8 +208,8 @@ class Graph:
         self.own.append(Block(begin, len(self.ops), when=len(self.ops)))
 
     def discard(self, *tensors: Tensor, when: bool = True) -> None:
-        """`tensors`, of the last block that is recomputed, have been used: a backward that comes
-        here makes them again.
+        """Discard `tensors` of the last recomputed block after their use: a backward that gets here
+        recomputes them.
         """
         if when and not self._again:
             block = self._used.pop()

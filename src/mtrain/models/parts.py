@@ -212,7 +212,7 @@ def fused(r: Rank) -> bool:
 
 
 def _plain(r: Rank, x: Tensor, size: int, product: Tensor, offset: bool) -> list[Tensor]:
-    """Kept by the activations that are written out in torch."""
+    """Return the tensors that activations written out in torch keep."""
     m = r.model
     if not m.gated:
         own = {"relu": [product], "squared_relu": [Tensor(size)], "quick_gelu": [x, Tensor(size)]}
@@ -228,7 +228,7 @@ def _plain(r: Rank, x: Tensor, size: int, product: Tensor, offset: bool) -> list
 
 
 def dropout(g: Graph, r: Rank, name: str, elements: int, p: float) -> None:
-    """Random zeros, of which a CPU keeps numbers and a GPU marks."""
+    """Add random zeros, for which a CPU keeps numbers and a GPU marks."""
     if p:
         g.add(name, [Tensor(elements * (r.element if r.host else MASK))])
 
@@ -258,7 +258,7 @@ def _summed(r: Rank) -> list[Exchange]:
 
 
 def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0, is_part: bool = False) -> None:
-    """Output layer and cross entropy; `columns` more of the hidden state stand for a bias.
+    """Add output layer and cross entropy; `columns` more of the hidden state stand for a bias.
 
     In parts, the gradients of hidden states and weight are made in the forward and kept, and no
     logits are. Where `losses_add_gradients`, the weight's is in its buffer; that of a loss that
@@ -310,7 +310,7 @@ def m_rows(r: Rank) -> int:
 
 
 LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
-"""What MLA makes queries, keys and values with."""
+"""Projections of MLA that make queries, keys and values."""
 
 
 OF_MIXERS = ("mixer.in_proj", "mixer.out_proj")

@@ -41,7 +41,7 @@ class Rank:
     everything installed.
     """
     host: bool
-    """It computes on a CPU."""
+    """True if the rank computes on a CPU."""
     samples: int
     """Samples of a micro-batch, one where they are packed."""
     length: int
@@ -139,7 +139,7 @@ class Rank:
 
     @property
     def heads(self) -> int:
-        """Query heads on a rank."""
+        """Return the number of query heads on a rank."""
         return max(1, self.model.num_attention_heads // self.layout.tp)
 
     @property

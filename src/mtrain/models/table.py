@@ -27,13 +27,13 @@ class Operation:
     to_theirs: Rearrange
 
     def apply(self, tensors: list[Any], model: Any, *, inward: bool) -> list[Any]:
-        """Theirs as ours, or ours as theirs."""
+        """Return theirs as ours, or ours as theirs."""
         return (self.to_ours if inward else self.to_theirs)(tensors, model)
 
 
 def library_of(tensors: list[Any]) -> Any:
-    """torch or numpy, which call alike what is needed of them here: conversions move bits that
-    numpy holds as whole numbers, tests and layouts move torch's tensors.
+    """Return torch or numpy, whose functions that are needed here have the same names: conversions
+    move bits that numpy holds as whole numbers, tests and layouts move torch's tensors.
     """
     return sys.modules[type(tensors[0]).__module__.partition(".")[0]]
 
@@ -173,7 +173,9 @@ def _unstacked(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _neighbours_as_halves(tensors: list[Any], model: Any) -> list[Any]:
-    """Last axis: pairs of a gate and what it gates as all gates, then all of the others."""
+    """Reorder the last axis: from pairs of a gate and a gated element to all gates, then all gated
+    elements.
+    """
     return [joined([t[..., 0::2], t[..., 1::2]], -1) for t in tensors]
 
 
@@ -186,7 +188,7 @@ def _halves_as_neighbours(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def chain(*operations: Operation) -> Operation:
-    """Several operations as one: inward in this order, outward in the other."""
+    """Return several operations as one: inward in this order, outward in the other."""
 
     def inward(tensors: list[Any], model: Any) -> list[Any]:
         for operation in operations:
@@ -245,7 +247,7 @@ class Copy:
     of: str
     of_mtp: bool = False
     always: bool = False
-    """Whether embeddings are tied or not."""
+    """True if the copy exists whether embeddings are tied or not."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +325,7 @@ class Table:
 
 
 def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Any]:
-    """Their tensors as ours; an entry of which they have nothing is left out.
+    """Return their tensors as ours; an entry of which they have nothing is left out.
 
     Raises:
         KeyError: they have some tensors of an entry only.
@@ -333,7 +335,7 @@ def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Any]:
 
 
 def to_theirs(table: Table, model: Any, ours: Tensors) -> dict[str, Any]:
-    """Our tensors as theirs, with the errors of `to_ours`."""
+    """Return our tensors as theirs, with the errors of `to_ours`."""
     return _mapped(table, model, ours, False)
 
 

@@ -38,7 +38,7 @@ class Weight:
     shared: bool = False
     """The embedding, which another stage has too."""
     frozen: bool = False
-    """It has neither gradient nor optimizer state."""
+    """True if it has neither gradient nor optimizer state."""
     whole: bool = False
     """Every tensor-parallel rank has all of it."""
 
@@ -49,7 +49,7 @@ class Weight:
 
 
 def norm(m: ModelConfig, name: str, width: int) -> Iterator[Weight]:
-    """Weight, and bias where it is a LayerNorm."""
+    """Yield the weight, and the bias of a LayerNorm."""
     yield Weight(f"{name}.weight", (width,), "norm", whole=True)
     if m.normalization == "LayerNorm":
         yield Weight(f"{name}.bias", (width,), "norm", whole=True)
@@ -89,5 +89,5 @@ def mlp(m: ModelConfig, name: str, width: int, tp: int, *, bias: bool) -> Iterat
 
 
 def expert_tensors(p: ParallelConfig) -> int:
-    """Tensor-parallel ranks of an expert."""
+    """Return the number of tensor-parallel ranks of an expert."""
     return p.etp or p.tp

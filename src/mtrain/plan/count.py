@@ -44,8 +44,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
 
 
 def flops_of_token(run: RunConfig, length: int | None = None, *, causal: bool = True) -> float:
-    """`flops_per_token` of what a run trains: frozen weights have no gradients, and adapters are on
-    top.
+    """Return `flops_per_token` of a run's training: frozen weights have no gradients, and adapters
+    come on top.
 
     Of a document of `length` tokens; None: of as many as plans take it to have.
     """

@@ -25,7 +25,7 @@ class Room(NamedTuple):
 
     bytes: float
     words: str
-    """Where it comes from."""
+    """Source of that number, in words."""
 
 
 def fitted(

@@ -106,7 +106,7 @@ class StageMemory:
     held: tuple[Stage, ...]
     states: States
     chunks: tuple[tuple[Graph, ...], ...]
-    """What each of its chunks computes on a micro-batch; empty where the family does not say."""
+    """Graphs of each chunk for one micro-batch; empty if the family does not define them."""
 
     @cached_property
     def rank(self) -> Rank:

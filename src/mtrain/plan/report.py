@@ -268,7 +268,7 @@ def _balance(run: RunConfig) -> str:
 
 
 def alike(stages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours whose numbers are the same, in one row."""
+    """Merge neighbours whose numbers are the same into one row."""
     out: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
     for stage in stages:
         numbers = {key: value for key, value in stage.items() if key not in ("stage", "layers")}

@@ -26,12 +26,12 @@ class Point:
 
     devices: int
     differs: str
-    """What tells its configuration from that of the others."""
+    """Swept values that distinguish its configuration from the others."""
     batch: int
     layout: Layout | None
     """None: nothing fits."""
     why: str = ""
-    """That, in words."""
+    """Reason why nothing fits, in words."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -43,7 +43,7 @@ def shrink(
     max_ranks: int = 16,
     interpreted: bool = False,
 ) -> RunConfig:
-    """`run` with the same layout, on synthetic tokens on a CPU.
+    """Return `run` with the same layout, on synthetic tokens on a CPU.
 
     Of its data-parallel ranks the fewest stay that the layout allows, and a second one where all
     fit in `max_ranks`. A layout that needs more has its degrees halved, the largest first, until it
@@ -116,9 +116,7 @@ def shrink(
 
 
 def on_device_of(run: RunConfig, small: RunConfig) -> RunConfig:
-    """`small` on the device of `run`, with the kernels of `run` where they can do what `small`
-    asks.
-    """
+    """Return `small` on the device of `run`, with the kernels of `run` that support `small`."""
     words = {op.name: getattr(run.kernels, op.name) for op in OPERATIONS}
     kept = {
         name: word
@@ -133,14 +131,16 @@ def on_device_of(run: RunConfig, small: RunConfig) -> RunConfig:
 
 
 def with_triton_of(run: RunConfig, small: RunConfig) -> RunConfig:
-    """`small` with the operations by Triton that `run` has so, where they can do what it asks."""
+    """Return `small` with those operations by Triton that `run` has by Triton, as far as they
+    support it.
+    """
     ours = [op.name for op in OPERATIONS if getattr(run.kernels, op.name) == "triton"]
     kept = {name: "triton" for name in ours if lacks(name, "triton", small) is None}
     return small.model_copy(update={"kernels": small.kernels.model_copy(update=kept)})
 
 
 def _fitting(p: ParallelConfig, max_ranks: int) -> ParallelConfig:
-    """`p` with the fewest ranks that its degrees allow, or twice as many where there was data
+    """Return `p` with the fewest ranks that its degrees allow, or twice as many if it had data
     parallelism.
     """
     data_parallel = p.dp
@@ -182,8 +182,8 @@ def _fewest(p: ParallelConfig) -> int:
 
 
 def _taken_in_turn(asked: ParallelConfig, p: ParallelConfig) -> int:
-    """Micro-batches that a (virtual) stage of `p` takes in turn: more than stages where more were
-    asked for.
+    """Return the number of micro-batches that a (virtual) stage of `p` takes in turn: more than
+    stages if more were requested.
     """
     more = p.vpp > 1 and (asked.microbatch_group_size_per_vp_stage or 0) > asked.pp
     return 2 * p.pp if more else p.pp
@@ -201,7 +201,9 @@ def _again(run: RunConfig, values: dict[str, Any]) -> RunConfig:
 
 
 def _tokens(data: DataConfig, seq: int) -> DataConfig:
-    """Synthetic tokens, packed where samples were; no key of what is read in their place."""
+    """Return synthetic tokens, packed if samples were, without the keys of the data that they
+    replace.
+    """
     kept = {key: getattr(data, key) for key in ("packed", "packed_by", "prefetch", "cache_dir")}
     return DataConfig(kind="mock", seq_length=seq, **kept)
 
@@ -319,7 +321,7 @@ def _state(run: RunConfig, dtype: str) -> dict[str, Any]:
 
 
 def _with_sides_of(run: RunConfig, small: RunConfig) -> RunConfig:
-    """`small`, with the limit under which most sides of matrices have an eigenbasis where those of
+    """Return `small` with a limit under which most sides of matrices have an eigenbasis if those of
     `run` have one.
     """
     how = update_of(run)
@@ -340,8 +342,8 @@ def _with_sides_of(run: RunConfig, small: RunConfig) -> RunConfig:
 
 
 def _sides(run: RunConfig) -> dict[tuple[str, int], int]:
-    """Sides of matrices by a weight's name, without the numbers of layers and experts, and their
-    place in it.
+    """Return the sides of matrices by a weight's name, without the numbers of layers and experts,
+    and their index in it.
     """
     found: dict[tuple[str, int], int] = {}
     for stage in stages(run):

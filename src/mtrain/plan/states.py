@@ -39,7 +39,7 @@ class Bucket:
     start: int
     end: int
     weights: tuple[tuple[int, Weight], ...]
-    """Where each begins."""
+    """Weights, each with its first element in the bucket."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class States:
     run: RunConfig
     weights: tuple[Weight, ...]
     buckets: tuple[tuple[Bucket, int], ...]
-    """With the ranks that each is sharded over."""
+    """Buckets, each with the number of ranks that it is sharded over."""
     matrices: tuple[tuple[Weight, Matrix], ...] = ()
-    """Those that the update takes whole, in the order of the buckets."""
+    """Weights whose update needs the whole matrix, in the order of the buckets."""
 
     @cached_property
     def numbers(self) -> Counter[str]:

@@ -37,7 +37,7 @@ class Timeline:
     """
 
     blocks: tuple[tuple[Block, ...], ...]
-    """Of each stage, in order."""
+    """Blocks of each stage, in order."""
     micro: int
     """Micro-batches that are drawn."""
     of: int

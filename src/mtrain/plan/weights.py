@@ -20,7 +20,7 @@ class Matrix:
     """A weight whose update is made of the whole, and how ranks share it."""
 
     shape: tuple[int, ...]
-    """Of a rank's part."""
+    """Shape of one rank's part."""
     parts: tuple[tuple[int, int], ...]
     """Rows and columns of what is taken for a matrix, gathered as far as the update gathers it."""
     expert: bool

@@ -34,7 +34,7 @@ class RankEnv:
     """
     port: int
     launcher_serves: bool
-    """Whether the launcher serves the store; otherwise rank 0 does."""
+    """True if the launcher serves the store; otherwise rank 0 does."""
     listen_fd: int | None
     local_size: int = 1
     """Ranks on this machine."""

@@ -33,14 +33,14 @@ class Status:
     host: str
     pid: int
     number: int
-    """How many statuses the rank has published: a rank that is stopped or dead publishes no more.
+    """Number of statuses published by the rank; it stops growing when the rank is stopped or dead.
     """
     count: int
     """Milestones passed."""
     phase: str
     """Its current step and phase."""
     waits: bool
-    """Whether its main thread waits for other ranks or for its device."""
+    """True if its main thread waits for other ranks or for its device."""
     place: str
     """The source line of its main thread."""
     idle_s: float

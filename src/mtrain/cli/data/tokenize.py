@@ -36,7 +36,7 @@ KINDS = ("tokenizer.json", "sentencepiece", "tiktoken", "gpt2", "bert")
 
 
 def special(text: str) -> tuple[tuple[str, int], ...]:
-    """Special tokens and their ids, as JSON."""
+    """Parse special tokens and their ids from JSON."""
     found = json.loads(text)
     if not isinstance(found, dict) or not all(
         type(i) is int and 0 <= i < 1 << 24 for i in found.values()
@@ -242,7 +242,7 @@ class Shown:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Return the seconds since the beginning."""
         return time.monotonic() - self._began
 
     def __enter__(self) -> Shown:

@@ -101,7 +101,7 @@ def trains(arguments: list[str]) -> bool:
 
 
 def run_real(name: str, arguments: list[str]) -> None:
-    """Becomes the interpreter that would have run."""
+    """Replace this process by the interpreter that would have run."""
     found = (real_one(one) for one in (name, "python3", "python"))
     if "/" in name and os.path.exists(name):
         real = name
@@ -118,7 +118,7 @@ def real_one(name: str) -> str | None:
 
 
 def stand_in(name: str, arguments: list[str]) -> None:
-    """Does what a command of this name does under capture."""
+    """Act as a command of this name under capture."""
     base = os.path.basename(name)
     if is_python(name):
         if not trains(arguments):

@@ -1,1 +1,1 @@
-"""From a command line and YAML files to one validated configuration."""
+"""Composition of a command line and YAML files into one validated configuration."""

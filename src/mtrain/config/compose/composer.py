@@ -358,7 +358,7 @@ class _Composition:
                 "" if self.overrides.run else self.usual.get(group, "")
             )
             if self.overrides.only.get(group, choice) != choice:
-                rule = f"{argument}: the choice of {group} is {choice or 'none'}"
+                rule = f"{argument}: the choice of {group} is {choice or 'unset'}"
                 self.problems.append(Problem("MT010", "", None, rule, f"~{group}", COMMAND_LINE))
                 continue
             deleted.append(group)

@@ -103,7 +103,7 @@ class _Composing:
     primary: str
     """The name of its primary configuration."""
     whole: bool
-    """Whether Hydra needs the values of the files, and not only their defaults lists."""
+    """True if Hydra needs the values of the files, and not only their defaults lists."""
     asked: list[Asked] = field(default_factory=list)
 
     def answer(self, question: str, name: str) -> Any:

@@ -66,7 +66,7 @@ class Document:
     """Keys that occur twice, if that is allowed."""
 
     def where(self, path: str) -> str:
-        """`file:line` of the key at `path`, or of the nearest key above it."""
+        """Return `file:line` of the key at `path`, or of the nearest key above it."""
         while path and path not in self.lines:
             path = path.rpartition(".")[0]
         return f"{self.source}:{self.lines[path]}" if path else self.source

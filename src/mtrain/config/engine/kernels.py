@@ -40,7 +40,7 @@ class Operation:
     order: tuple[str, ...]
     """Its implementations in the order in which `auto` tries them."""
     applies: Callable[[UnresolvedRun], bool] = lambda run: True
-    """Whether a model has it."""
+    """Predicate: does the model of a run contain the operation?"""
     needs: str = ""
     """The condition on the model, as a user writes it."""
 

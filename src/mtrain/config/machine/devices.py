@@ -29,7 +29,7 @@ class DeviceFacts:
     counted: bool = False
     """`Machine.gpus` counts those of this machine, and `auto` takes them where there are enough."""
     cuda_kernels: bool = False
-    """It runs CUDA kernels: TransformerEngine, DeepEP, HybridEP. `cluster.sm` describes it."""
+    """CUDA kernels run on it: TransformerEngine, DeepEP, HybridEP. `cluster.sm` describes it."""
     triton: bool = False
     """Triton compiles for it."""
     torch_kernels: bool = False

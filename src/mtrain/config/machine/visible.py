@@ -24,7 +24,7 @@ class Seen:
 
     count: int = 0
     gpus: tuple[Gpu, ...] = ()
-    """As the driver describes them; empty where its library does not answer."""
+    """GPUs as the driver describes them; empty if its library does not answer."""
     fault: str = ""
     """A sentence about the GPUs that the variable hides, and why; empty: it hides none."""
     fix: str = ""

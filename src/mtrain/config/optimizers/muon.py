@@ -52,7 +52,7 @@ class MuonConfig(Section):
             flag=Flag("--muon-scale-mode", absent="spectral"),
         ),
     ] = None
-    """What an orthogonal matrix of r rows and c columns is multiplied by.
+    """Factor of an orthogonal matrix with r rows and c columns.
 
     spectral: sqrt(max(r, c)); shape_scaling: sqrt(max(1, r / c)); unit_rms_norm: sqrt(r / c); null:
     spectral.

@@ -69,11 +69,11 @@ class Machine:
     memory_bytes: int
     gpus: int = 0
     transformer_engine: bool = False
-    """Whether TransformerEngine is installed."""
+    """True if TransformerEngine is installed."""
     triton: bool = False
-    """Whether Triton is installed."""
+    """True if Triton is installed."""
     triton_interpreted: bool = False
-    """Whether Triton's kernels run in its interpreter, on a CPU."""
+    """True if Triton's kernels run in its interpreter, on a CPU."""
 
     unusable_gpus: int = 0
     """GPUs of AMD that the installed torch does not support."""

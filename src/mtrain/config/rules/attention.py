@@ -213,7 +213,7 @@ SPARSE_ATTENTION: tuple[Limit, ...] = (
         tuple((f"peft.{key}", None) for key in ("r", "alpha", "target")),
     ),
 )
-"""What `model.dsa` is limited to."""
+"""Limits that `model.dsa` puts on other keys."""
 
 
 @rule(

@@ -20,7 +20,9 @@ from mtrain.config.schema.data import WEIGHTS_OF
 from mtrain.config.schema.run import RunConfig
 
 LEAST_SHARE = 1e-12
-"""Of a blend. Shares are kept in 64 bits, whose rounding is a ten-thousandth of it."""
+"""Smallest share in a blend: shares are stored in 64 bits, whose rounding is a ten-thousandth of
+it.
+"""
 SPLIT = "data.split"
 CURRICULUM = "data.blend_curriculum"
 NO_MIDDLE: Change = {"data.fim.rate": 0.0, "data.fim.ids": None, "data.fim.spm_rate": 0.5}

@@ -31,7 +31,7 @@ class Rule:
     reads: tuple[str, ...]
     """The keys that it reads, most important first; a section stands for all of its keys."""
     disk: bool
-    """Whether it reads files. Every other rule is a pure function of the configuration."""
+    """True if the rule reads files. Every other rule is a pure function of the configuration."""
     ask: Ask
 
     def __call__(self, run: RunConfig) -> Iterator[Finding]:

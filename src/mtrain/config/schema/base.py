@@ -50,7 +50,7 @@ class Flag:
     off: bool = False
     """The switch that sets the key to false."""
     always: bool = False
-    """Whether exports write it even if its absence means the same."""
+    """True if exports write the flag even if leaving it out means the same."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)

@@ -66,6 +66,6 @@ class SparseAttentionConfig(Section):
             flag="--dsa-indexer-use-sparse-loss",
         ),
     ] = False
-    """Whether that loss is over the chosen keys only; false: over all visible keys, as in a first
+    """Restriction of that loss to the chosen keys; false: it covers all visible keys, as in a first
     stage of training.
     """

@@ -423,7 +423,7 @@ class ModelConfig(Section):
     linear_attention: LinearAttentionConfig | None = None
     """Layers that are gated delta nets; null: every layer has softmax attention."""
     published: Annotated[PublishedConfig | None, Key(effect=Effect.RUNTIME)] = None
-    """How the model was trained; null: unknown."""
+    """Published facts of the model's own training; null: unknown."""
 
     if TYPE_CHECKING:  # `with_sections` adds these, and those of plug-ins
         bert: BertConfig | None

@@ -143,7 +143,7 @@ class MoEConfig(Section):
             flag="--moe-router-force-load-balancing",
         ),
     ] = False
-    """For benchmarks: tokens go to random experts with equal load; the model learns no routing."""
+    """Random routing with equal load for benchmarks: the model learns no routing."""
     input_jitter_eps: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
         Key(feeds="moe_input_jitter_eps", effect=Effect.NUMERICS, flag="--moe-input-jitter-eps"),

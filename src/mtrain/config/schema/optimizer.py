@@ -24,7 +24,7 @@ class ParamGroup:
 
     name: str
     contains: Callable[[Any, str], bool]
-    """Whether a parameter, with its name in the model, belongs to the group."""
+    """Predicate of a parameter and its name in the model: is it in the group?"""
     settings: Mapping[str, Any]
     """Keys of the torch optimizer's parameter group."""
 
@@ -39,7 +39,7 @@ class Orthogonal:
     format: str
     """The number format of their GEMMs."""
     whole: bool
-    """Whether tensor-parallel ranks gather them first."""
+    """True if tensor-parallel ranks gather the matrices first."""
     sent: tuple[int, int] = (1, 1)
     """Numbers per element that travel to the rank that computes it, and back."""
 
@@ -63,7 +63,7 @@ class Rotated:
     frequency: int
     """Steps between two updates of the bases."""
     whole: bool
-    """Whether tensor-parallel ranks gather them first."""
+    """True if tensor-parallel ranks gather the matrices first."""
     format: str = "fp32"
     """The number format of their GEMMs."""
     sent: tuple[int, int] = (3, 2)
@@ -102,7 +102,7 @@ class Optimizer:
     to megatron-core's. It imports torch itself. None: torch has the update.
     """
     obstacle: Callable[[str, Run], str | None]
-    """Why an implementation of `kernels.optimizer` cannot run it, or None."""
+    """Reason why an implementation of `kernels.optimizer` cannot run the optimizer, or None."""
     keys: frozenset[str] = frozenset()
     """The keys of `optim` that it reads and some other optimizer does not."""
     section: type[Section] | None = None

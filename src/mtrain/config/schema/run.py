@@ -43,13 +43,13 @@ class RecipeConfig(Section):
     title: str = ""
     """One line."""
     purpose: str = ""
-    """When to choose this recipe."""
+    """Situation in which to choose this recipe."""
     hardware: str = ""
     """The cluster that it was made for."""
     source: str = ""
     """The source of its hyperparameters."""
     verified: str = ""
-    """How it was verified, or that it was not."""
+    """Evidence that the recipe works, or a note that it was not verified."""
 
 
 class UnresolvedRun(Section):

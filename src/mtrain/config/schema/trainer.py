@@ -32,9 +32,9 @@ class UnresolvedTrainer(Section):
     group `mtrain.objectives`.
     """
     fine_tuning: Annotated[bool | None, Key(effect=Effect.RUNTIME)] = None
-    """Whether the defaults of rate, batch, length and schedule are those of fine-tuning instead of
-    training from scratch. It changes nothing else. null: true for chats (data.kind sft, preference)
-    and for adapters (peft.kind).
+    """Fine-tuning defaults for rate, batch, length and schedule, in place of those for training
+    from scratch. It changes nothing else. null: true for chats (data.kind sft, preference) and for
+    adapters (peft.kind).
     """
     train_iters: Annotated[
         PositiveInt | None, Key(aka="max_steps train_steps exit_interval", unit="steps")
@@ -127,10 +127,10 @@ class UnresolvedTrainer(Section):
         Literal["none", "local", "transformer_engine", "full_iteration"],
         Key(effect=Effect.PARALLELISM),
     ] = "none"
-    """What is captured into CUDA graphs after some steps, and launched as one from then on: parts
-    of layers, by megatron-core (local) or TransformerEngine, or the forward and backward of a whole
-    step (full_iteration). On GPUs only. An H200 has trained with local; every family and format is
-    recorded without a GPU, and captured or refused.
+    """Part of a step that is captured into CUDA graphs after some steps and launched as one from
+    then on: parts of layers, by megatron-core (local) or TransformerEngine, or the forward and
+    backward of a whole step (full_iteration). On GPUs only. An H200 has trained with local; every
+    family and format is recorded without a GPU, and captured or refused.
     """
     cuda_graph_modules: Annotated[
         tuple[GraphModule, ...] | None,

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 SCALES = "_scale_inv"
-"""Behind the name of an fp8 weight: that of the factors of its blocks (DeepSeek-V3)."""
+"""Suffix for the factors of the blocks of an fp8 weight (DeepSeek-V3)."""
 BLOCKS = "_blocks"
 MX_SCALES = "_scales"
-"""Behind the name of an mxfp4 weight: its numbers, two a byte, and a power of two for 32 of them
-(GPT-OSS).
+"""Suffix for the scales of an mxfp4 weight (GPT-OSS), a power of two for each 32 numbers. The
+numbers themselves are stored two a byte.
 """
 FP8_BLOCK = 128
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -32,7 +32,9 @@ class Difference(NamedTuple):
     becomes: Any
     """The value of the key that the argument means."""
     why: str = ""
-    """Why it cannot be imported; or, with a key, that Megatron-LM computes as `becomes`."""
+    """Reason why the argument cannot be imported; or, with a key, why `becomes` is what Megatron-LM
+    computes.
+    """
 
 
 def is_whole(kept: Mapping[str, Any]) -> bool:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 KIND = "torch_dist"
 """The name of the format in a certificate."""
 LAYOUTS = ("stacked", "apart")
-"""How layers lie in an export: along the first axis of one tensor of all, or each in tensors of its
-own.
+"""Layouts of layers in an export: one tensor with all layers along its first axis, or a tensor for
+each layer.
 """
 
 

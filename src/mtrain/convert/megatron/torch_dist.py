@@ -98,8 +98,8 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    """They cover it exactly; of tensors that are no weights they were not looked at, and are left
-    out.
+    """Chunks that cover the tensor exactly. A tensor that is no weight has none here: its chunks
+    are not checked.
     """
 
     @property

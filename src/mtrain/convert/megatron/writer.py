@@ -60,7 +60,7 @@ class _Piece:
     shape: tuple[int, ...]
     dtype: str
     again: bool = False
-    """Whether the same weight was written under another name."""
+    """True if the same weight was already written under another name."""
 
     @property
     def offset(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from mtrain.models.table import Step, Table
 PREFIX = "base_model.model."
 _TRANSPOSED = "transposed"
 _OF_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
-"""Where a model has experts, `peft` takes layers of these names for experts of transformers 4, and
+"""Names of layers that `peft` takes for experts of transformers 4 in a model with experts, where it
 adapts no others; it adapts the weight of any layer.
 """
 
@@ -34,7 +34,7 @@ class PeftAdapters:
     """Adapters as `peft` has them."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By their names in `adapter_model.safetensors`."""
+    """Tensors by their names in `adapter_model.safetensors`."""
     modules: list[str] = field(default_factory=list)
     """Layers with an adapter."""
     parameters: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class PeftAdapters:
     ranks: dict[str, int] = field(default_factory=dict)
     """Layers whose rank is another: transformers has in one what has several adapters here."""
     transposed: bool = False
-    """Whether layers are of GPT-2's kind, whose weights are [in, out]."""
+    """True if layers are of GPT-2's kind, whose weights are [in, out]."""
 
 
 def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tuple[Step, list[Any]]]:

@@ -31,7 +31,7 @@ class EncodedChat:
     learned: np.ndarray
     """bool [tokens]; the first is not predicted, so its value has no effect."""
     parsed: bool = False
-    """Whether the template got tool arguments parsed from their JSON text."""
+    """True if the template received tool arguments parsed from their JSON text."""
 
 
 def encode_chat(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) -> EncodedChat:

@@ -86,7 +86,7 @@ class Chat:
     begin: int = 0
     """The first message that may be learned; the ones before it are common to a pair."""
     flags: tuple[bool | None, ...] = ()
-    """For each message whether its own flags have it learned; None without a flag."""
+    """Loss flags, one for each message: True to learn it, False to skip it, None without a flag."""
     objects: list[Message] | None = None
     """The messages with their tool arguments parsed from JSON text; None if none are such text."""
 

@@ -43,7 +43,7 @@ class TokenizerSpec:
     """One of KINDS."""
     files: tuple[str, ...]
     plain: bool = False
-    """Whether names of special tokens in a text are characters, and not those tokens."""
+    """True if the name of a special token in a text is encoded as characters, not as that token."""
     eod_token: str | None = None
     """The token that ends a document; None for the tokenizer's own."""
     lower_case: bool = True

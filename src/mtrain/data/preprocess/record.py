@@ -85,7 +85,7 @@ class Reading:
     parts: tuple[tuple[str, str | None], ...]
     """(constant text, key after it) of the template; a single key is `(("", key),)`."""
     by_line: bool = False
-    """Whether each line of a text file is a document."""
+    """True if each line of a text file is a document."""
     max_bytes: int = 64 << 20
     """The most bytes of a document; a larger one is left out."""
     ignored: tuple[str, ...] = ()

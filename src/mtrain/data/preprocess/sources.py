@@ -198,7 +198,7 @@ class Part:
     """Its place in the list of sources."""
     first: int = 0
     stop: int = 0
-    """In bytes, or rows of a table: the part is the lines or rows that begin in between."""
+    """End of the part, in bytes or rows of a table; it has the lines or rows that begin before."""
     data: bytes | tuple[Member, ...] | None = None
     """The content if it was read already: whole lines, or samples of a tar."""
     size: int = 0

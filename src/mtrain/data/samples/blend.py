@@ -71,7 +71,7 @@ class Stretch:
     length: int | None
     """Its number of samples; None for an endless stretch."""
     shares: np.ndarray
-    """They add up to one."""
+    """Shares of the parts, which add up to one."""
     before: np.ndarray
     """The number of samples that each part gave before it."""
 

@@ -52,7 +52,8 @@ class TextCorpus:
     name: str
     """Short name, fit for a file name."""
     files: tuple[SourceFile, ...]
-    """In reading order, shuffled by name: a split by position is then not a split by topic."""
+    """Files in reading order, shuffled by name so that a split by position is not a split by topic.
+    """
     limit_bytes: int | None
     shown: str
     """The name of the corpus in messages."""

@@ -44,7 +44,9 @@ def stay_on_device(config: Any) -> None:
 
 
 def norm(grads_for_norm: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> Any:
-    """`get_grad_norm_fp32` as a tensor, fp64 [], where the norm is the Euclidean one."""
+    """Return the result of `get_grad_norm_fp32` as a tensor, fp64 [], if the norm is the Euclidean
+    one.
+    """
     if norm_type != 2:
         return _norm(grads_for_norm, norm_type, grad_stats_parallel_group)
     grads = [grads_for_norm] if isinstance(grads_for_norm, Tensor) else list(grads_for_norm)
@@ -76,8 +78,8 @@ def _length(grads: Sequence[Tensor]) -> Tensor:
 def clip(
     parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False
 ) -> None:
-    """`clip_grad_by_total_norm_fp32`: gradients times what clips them, or times 1, by a norm that
-    is a tensor.
+    """Do as `clip_grad_by_total_norm_fp32` with a norm that is a tensor: multiply gradients by a
+    factor, or by 1.
     """
     if not isinstance(total_norm, Tensor):
         _clip(parameters, max_norm, total_norm, use_decoupled_grad)
@@ -93,7 +95,7 @@ def clip(
 
 
 def finalize(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    """`finalize_model_grads`, dividing by the tokens of the step on the device."""
+    """Do as `finalize_model_grads`, dividing by the tokens of the step on the device."""
     # Given a count, megatron-core tests `num_tokens > 0` on the host before it divides.
     finalize_model_grads(model, None, *args, **kwargs)
     if num_tokens is None:
@@ -118,8 +120,8 @@ def finalize(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs:
 def rotated(
     t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: Any = None, **kwargs: Any
 ) -> Tensor:
-    """`_apply_rotary_pos_emb_thd`: packed tokens [t, heads, dim] turned by their places in their
-    documents.
+    """Do as `_apply_rotary_pos_emb_thd`: rotate packed tokens [t, heads, dim] by their positions in
+    their documents.
     """
     # megatron-core splits the batch into its documents, whose lengths it reads on the host. A table
     # of positions turns all of them at once.

@@ -22,7 +22,7 @@ DAY_S = 86_400
 
 
 def folder() -> Path:
-    """`code` under $MTRAIN_CACHE, else under ~/.cache/mtrain.
+    """Return `code` under $MTRAIN_CACHE, else under ~/.cache/mtrain.
 
     Raises:
         FileNotFoundError: this user has no home.

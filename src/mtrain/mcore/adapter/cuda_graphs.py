@@ -11,8 +11,8 @@ from typing import Any
 
 
 def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[..., Any]:
-    """`schedule` of keyword arguments, captured with its backward after so many calls and replayed
-    from then on.
+    """Return `schedule` of keyword arguments, captured with its backward after so many calls and
+    replayed from then on.
 
     What a micro-batch holds is copied to where the graph reads it; what is returned lies in the
     memory of the graph until the next call. Calls with and without backward are two graphs.

@@ -25,8 +25,8 @@ from mtrain.config.engine import release
 
 @contextmanager
 def fake_patches() -> Iterator[None]:
-    """Routers choose experts in turn, so that all are chosen as often, and ranks tell each other of
-    the same numbers.
+    """Make routers choose experts round-robin, so that all have the same load, and ranks report the
+    same numbers to each other.
 
     The choice is made of real numbers among tensors that have none, so that the sizes of what is
     sent are known.
@@ -83,7 +83,7 @@ def fake_patches() -> Iterator[None]:
 
 @contextmanager
 def _routed_by_shapes() -> Iterator[None]:
-    """Sinkhorn's balancing ends, and rows that are padded to a capacity are counted."""
+    """Let Sinkhorn's balancing end, and count rows that are padded to a capacity."""
     real_sinkhorn = router.sinkhorn
     real_preprocess = token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess
 

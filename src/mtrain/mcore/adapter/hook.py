@@ -216,7 +216,7 @@ class _Adapter:
         self._device = device
 
     def move(self, value: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        """`value.cuda(device, non_blocking)` of a tensor or module."""
+        """Do as `value.cuda(device, non_blocking)` of a tensor or module."""
         target = self._device.torch_type if device is None else self.indexed(device)
         if _is_module(value):
             return value.to(target)
@@ -224,8 +224,8 @@ class _Adapter:
         return value if value.is_meta else value.to(target, non_blocking=non_blocking)
 
     def to_host(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """`value.cpu()`, `value.to("cpu", ...)` or `value.pin_memory()`: memory of its own, but for
-        a module's.
+        """Do as `value.cpu()`, `value.to("cpu", ...)` or `value.pin_memory()`: return memory of its
+        own, but for a module's.
         """
         if _is_module(value):
             return value.to(*(args or ("cpu",)), **kwargs)
@@ -238,8 +238,8 @@ class _Adapter:
         return f"{self._device.torch_type}:{index}" if isinstance(index, int) else str(index)
 
     def pick(self, dotted: str) -> Any:
-        """`from torch.cuda import dotted` out of the namespace; raises ImportError as
-        that would.
+        """Import `dotted` from the namespace as `from torch.cuda import dotted` does; raise
+        ImportError as it would.
         """
         value = self._device.namespace
         for part in dotted.split("."):

@@ -51,8 +51,7 @@ def rotary(
     mla_rotary_interleaved: bool = False,
     impl: str,
 ) -> Tensor:
-    """Rotates the first r elements of the heads `t` [s, b, n, d] by the angles `freqs` [s, 1, 1,
-    r].
+    """Rotate the first r elements of the heads `t` [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
 
     MLA's pairs are neighbours (`multi_latent_attention`, since 0.19 `mla_rotary_interleaved`).
     megatron-core moves them apart on the way, in queries and in keys; here they stay where they
@@ -65,7 +64,7 @@ def rotary(
 
 
 def tables(freqs: Tensor, interleaved: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [s, r/2] of megatron-core's angles [s, 1, 1, r], times `scale`."""
+    """Return cosines and sines [s, r/2] of megatron-core's angles [s, 1, 1, r], times `scale`."""
     angles = freqs.reshape(freqs.shape[0], -1)
     angles = angles[:, ::2] if interleaved else angles[:, : angles.shape[1] // 2]
     return angles.cos() * scale, angles.sin() * scale

@@ -134,8 +134,8 @@ class CoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attention of [s, b, n, d] (packed: [t, n, d]) queries; `attention_mask` is True where a
-        key is hidden.
+        """Return the attention of [s, b, n, d] (packed: [t, n, d]) queries; `attention_mask` is
+        True where a key is hidden.
         """
         if attention_bias is not None:
             raise NotImplementedError("the reference attention takes no attention bias")
@@ -192,7 +192,7 @@ class CoreAttention(MegatronModule):
         hidden: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        """Attention of this rank's part of the sequence to all of it."""
+        """Return the attention of this rank's part of the sequence to all of it."""
         if hidden is not None:
             raise NotImplementedError("a padding mask is not sharded over context-parallel ranks")
         places = places_of(context, query.shape[0], cu_seqlens, query.device)
@@ -295,7 +295,9 @@ class CoreAttention(MegatronModule):
         sink: Tensor | None = None,
         limits: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Attention through a mask, or to what `limits` (arguments of the op) leave to be seen."""
+        """Attend through a mask, or to the keys that `limits` (arguments of the op) leave
+        visible.
+        """
         dropout_p = self._dropout_p if self.training else 0.0
         sink = self.softmax_offset if sink is None else sink
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -316,7 +318,7 @@ class CoreAttention(MegatronModule):
     def _attend_fused(
         self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, sink: Tensor | None = None
     ) -> Tensor:
-        """Attention to what a table of positions leaves to be seen, by our fused kernel."""
+        """Attend to the keys that a table of positions leaves visible, by our fused kernel."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         sink = self.softmax_offset if sink is None else sink
         out = flash.attention(

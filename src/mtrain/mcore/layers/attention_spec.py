@@ -22,8 +22,8 @@ from mtrain.mcore.layers.portable import KeyNorm, QueryNorm, chosen, with_bias, 
 
 
 def attention_spec(config: Any, provider: Any, *, linear: bool = False) -> Any:
-    """Attention of one layer: grouped-query, MLA (sparse where the configuration says so) or, with
-    `linear`, a gated delta net.
+    """Return the attention of one layer: grouped-query, MLA (sparse if the configuration says so)
+    or, with `linear`, a gated delta net.
     """
     if linear:
         return _gated_delta_net(config, provider)
@@ -66,8 +66,8 @@ def _gated_delta_net(config: Any, provider: Any) -> Any:
 
 @functools.cache
 def _chosen(packed: str | None) -> type:
-    """Self-attention with `packed` as the implementation of what is made of packed products: a
-    class for specs.
+    """Return a class of self-attention for specs, with `packed` as the implementation for packed
+    products.
     """
     names = {"__doc__": CachedSelfAttention.__doc__, "__module__": CachedSelfAttention.__module__}
     return type(

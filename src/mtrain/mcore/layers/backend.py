@@ -45,7 +45,7 @@ from mtrain.mcore.layers.router import SparseRouter
 from mtrain.mcore.layers.sparse_attention import SparseAttention
 
 _BUILDS_EXPERTS = release.at_least(0, 19)
-"""Whether megatron-core asks for what makes experts, and not for a class and its layers."""
+"""True if megatron-core requests a builder of experts instead of a class and its layers."""
 
 PLAIN = ("reference", "cpu")
 """Implementations in plain torch."""
@@ -67,9 +67,7 @@ class Parts:
     add_mlp_bias: bool = False
     linear_attention: Any = None
     attn_mask: str = "causal"
-    """Which keys a token sees, as megatron-core's AttnMaskType calls it; no key says so, the family
-    does.
-    """
+    """Name of the mask in megatron-core's AttnMaskType; the family sets it, no key does."""
 
     @classmethod
     def of(cls, model: Any, *, attn_mask: str = "causal") -> Parts:
@@ -84,7 +82,7 @@ class Provider(BackendSpecProvider):
     """
 
     sparse = False
-    """Whether experts are routed to by lists, as `config.sparse_experts` says."""
+    """True if routing uses lists of experts: `config.sparse_experts`."""
 
     def __init__(
         self,
@@ -170,7 +168,9 @@ class Provider(BackendSpecProvider):
         return chosen(ResidualNorm if self.norms_add else Norm, self.kernels["norm"])
 
     def core_attention(self, *, sparse: bool = False) -> type:
-        """Softmax attention of this rank's heads; `sparse`: to the keys that an indexer chooses."""
+        """Return the class of softmax attention of this rank's heads; `sparse`: to the keys that an
+        indexer chooses.
+        """
         impl = self.kernels["attention"]
         if sparse:
             return chosen(SparseAttention, BACKENDS.get(impl, impl))

@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_ca
 from torch import Tensor
 
 ROUTER_LOSS_SHARE = "router_loss_share"
-"""Of a TransformerConfig: what the step is divided by, as a share of the tokens that routers see;
-by default all.
+"""Attribute of a TransformerConfig: the divisor of the step as a share of the tokens that routers
+see; 1 (all of them) if unset.
 """
 
 
@@ -33,8 +33,8 @@ def counts_of(experts: Tensor, tokens: Tensor, number: int) -> Tensor:
 
 
 def with_z_loss(router: Any, logits: Tensor, tokens: Tensor) -> Tensor:
-    """`logits` [t, e], whose backward adds the router's z-loss over those of `tokens` [t] that are
-    true.
+    """Return `logits` [t, e], whose backward adds the router's z-loss over those of `tokens` [t]
+    that are true.
     """
     coefficient = router.config.moe_z_loss_coeff
     if coefficient is None or not router.training or not torch.is_grad_enabled():
@@ -51,8 +51,8 @@ def with_balancing_losses(
     positions: int,
     experts: Tensor | None = None,
 ) -> Tensor:
-    """`weights`, whose backward adds the balancing losses of `logits` [t, e] over the `tokens` [t]
-    that are true.
+    """Return `weights`, whose backward adds the balancing losses of `logits` [t, e] over the
+    `tokens` [t] that are true.
 
     t are `positions` with the samples of the micro-batch next to each other. The experts that count
     are those with the best scores, which may be given as `experts` [t, k].

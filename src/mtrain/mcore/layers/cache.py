@@ -131,7 +131,7 @@ class CachedSelfAttention(SelfAttention):
     packed_impl: str | None = None
     _turns: tuple[Tensor, Tensor] | None = None
     _plain: bool | None = None
-    """Whether `direct` computes what this attention does; None before the first call."""
+    """True if `direct` computes what this attention does; None before the first call."""
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **given: Any) -> Any:
         """Return as megatron-core's."""

@@ -60,7 +60,9 @@ class Context:
         return self.group.rank() // self.inner_size
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """[s, b, n, d] of one rank's tokens and all heads to [inner * s, b, n / inner, d]."""
+        """Exchange [s, b, n, d] of one rank's tokens and all heads for [inner * s, b, n / inner,
+        d].
+        """
         if self.inner is None:
             return x
         # all_to_all splits the first axis: the part for each rank goes there.
@@ -73,8 +75,8 @@ class Context:
         return all_to_all(self.inner, parts).flatten(0, 1)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """[inner * s, b, w] of some heads back to [s, b, inner * w] of this rank's tokens and all
-        heads.
+        """Exchange [inner * s, b, w] of some heads back for [s, b, inner * w] of this rank's tokens
+        and all heads.
         """
         if self.inner is None:
             return x

@@ -28,7 +28,8 @@ class DecoderLayerSubmodules(TransformerLayerSubmodules):
     post_self_attn_layernorm: Any = IdentityOp
     post_mlp_layernorm: Any = IdentityOp
     norms_the_sum: bool = False
-    """Whether they norm the residual stream together with what was added to it (BERT)."""
+    """True if they norm the residual stream together with the output that was added to it (BERT).
+    """
 
 
 class DecoderLayer(TransformerLayer):
@@ -42,9 +43,9 @@ class DecoderLayer(TransformerLayer):
     # Where CUDA graphs hold MLPs only, 0.16.1 reads the attribute before its constructor sets it.
     is_moe_layer = False
     _plain: bool | None = None
-    """Whether `direct` computes what this layer does; None before the first call."""
+    """True if `direct` computes what this layer does; None before the first call."""
     _mlp_reads_the_sum = True
-    """Whether the MLP reads what attention has been added to."""
+    """True if the MLP reads the residual stream after attention has been added to it."""
 
     def __init__(
         self, config: Any, submodules: DecoderLayerSubmodules, *args: Any, **kwargs: Any
@@ -153,8 +154,8 @@ def leave_in_bf16(layer: Any) -> None:
 
 
 def _normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:
-    """megatron-core's sum of a part's output, its bias and the residual, where output and bias are
-    normed first.
+    """Return megatron-core's sum of a part's output, its bias and the residual, in which output and
+    bias are normed first.
     """
 
     def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
@@ -169,7 +170,7 @@ def _normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> 
 def _sum_normed(
     norm: Any, add: Callable[..., Any], training: bool, fused: bool
 ) -> Callable[..., Any]:
-    """megatron-core's sum of a part's output, its bias and the residual, normed."""
+    """Return megatron-core's sum of a part's output, its bias and the residual, normed."""
 
     def normed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
         return norm(add(training, fused)(output_with_bias, residual, dropout_p))

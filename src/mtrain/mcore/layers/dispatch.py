@@ -37,8 +37,8 @@ TOO_MANY = (
 
 
 def begin_copy(values: Tensor) -> tuple[Tensor, Any]:
-    """`values` on their way to the host, and the event to wait for before they are read; None on a
-    CPU.
+    """Begin to copy `values` to the host; return the copy, and the event to wait for before it is
+    read (None on a CPU).
     """
     if values.is_cpu or values.is_meta:
         return values, None
@@ -78,7 +78,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`tokens` [s, b, h] of this rank with their experts and weights [t, k], before anything is
+        """Prepare `tokens` [s, b, h] of this rank, with their experts and weights [t, k], to be
         sent.
         """
         self._shape = tokens.shape
@@ -216,7 +216,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return expert.repeat_interleave(self._chunks.reshape(-1), output_size=rows)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Outputs of the experts [r, h] in the order in which they came; of gathered tokens their
+        """Return outputs of the experts [r, h] in the order of arrival; for gathered tokens their
         sums [t, h].
         """
         if not self._sorted_by_sender:
@@ -253,7 +253,9 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
 
 def _dispatcher(*args: Any, original: Callable[..., Any], config: Any, **more: Any) -> Any:
-    """megatron-core's dispatcher, or ours for a config whose router gives lists of experts."""
+    """Return megatron-core's dispatcher, or ours for a config whose router gives lists of
+    experts.
+    """
     kind: Callable[..., Any] = (
         original if getattr(config, "sparse_experts", None) is None else SparseDispatcher
     )

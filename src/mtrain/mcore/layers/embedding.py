@@ -87,7 +87,7 @@ class WordEmbedding(VocabParallelEmbedding):
 
     scale: float | None = None
     fuses = False
-    """Whether gradients are added to their buffers where they are made."""
+    """True if the backward adds gradients directly to their buffers."""
 
     def forward(self, input_: Tensor) -> Tensor:
         """Return ids [b, s] to [b, s, h], or to this rank's [s / tp, b, h] where it scatters to

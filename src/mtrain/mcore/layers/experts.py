@@ -30,8 +30,8 @@ class GroupedExperts(TEGroupedMLP):  # type: ignore[misc]
         permuted_probs: Tensor,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """`permuted_local_hidden_states` [r, h] with `permuted_probs` [r] to [r, h]; the names are
-        megatron-core's.
+        """Map `permuted_local_hidden_states` [r, h] with `permuted_probs` [r] to [r, h]; the names
+        are megatron-core's.
 
         `tokens_per_expert` [e] may be on the device, where it stays, or on the host; rows behind
         the last expert's give zeros.

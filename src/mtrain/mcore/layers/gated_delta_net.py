@@ -46,7 +46,9 @@ class GatedDeltaNet(_GatedDeltaNet):
     impl = "reference"
 
     def reset_parameters(self) -> None:
-        """Constants, and marks that say how the rest is drawn; see `mtrain.assembly.weights`."""
+        """Set constants, and mark how the other weights are drawn; see
+        `mtrain.assembly.weights`.
+        """
         weight = self.conv1d.weight
         weight.mtrain_init_bound = weight.shape[-1] ** -0.5
         self.A_log.mtrain_init_of_share = _decay_at_the_start
@@ -102,7 +104,7 @@ class GatedDeltaNet(_GatedDeltaNet):
     def _convolved(
         self, x: Tensor, marks: Tensor | None, before: State | None
     ) -> tuple[Tensor, Tensor]:
-        """`x` [b, d, s] convolved, and the inputs that those behind it reach back to."""
+        """Return `x` [b, d, s] convolved, and the last inputs, which later tokens reach back to."""
         weight = self.conv1d.weight.squeeze(1)
         times = x.shape[-1]
         if before is not None:
@@ -112,8 +114,8 @@ class GatedDeltaNet(_GatedDeltaNet):
         return causal_conv1d(x, weight, segments=marks, impl=self.impl)[..., -times:], tail
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """megatron-core's, but a weight of several sections is one tensor of them all, and not one
-        of each.
+        """Return megatron-core's state, but a weight of several sections is one tensor of them all,
+        and not one of each.
         """
         found: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
         factories = {

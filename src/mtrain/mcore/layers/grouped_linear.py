@@ -28,10 +28,12 @@ class Gate(NamedTuple):
     """An activation that is made in the kernels of a product, each row [r] times its `share`."""
 
     kind: str
-    """Behind a product, its kind; before one in FP8, the implementation of SwiGLU."""
+    """Kind of the activation after a product; before a product in FP8, the implementation of
+    SwiGLU.
+    """
     share: Tensor | None
     again: bool = False
-    """Nothing but what it is made of is kept for the backward."""
+    """True if the backward recomputes the activation from its saved inputs."""
 
 
 class _GroupedLinear(nn.Module):
@@ -45,9 +47,7 @@ class _GroupedLinear(nn.Module):
     partition_dim: int
     impl = "reference"
     fp8: Recipe | None = None
-    """What the products are in, where that is FP8: each expert has scales of its own rows and
-    weight.
-    """
+    """FP8 recipe of the products, or None; each expert has scales of its own rows and weight."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _GroupedLinear(nn.Module):
         behind: Gate | None = None,
         before: Gate | None = None,
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """`x` [r, input] to [r, output]; the biases too, where the caller adds them.
+        """Map `x` [r, input] to [r, output]; return the biases too, if the caller adds them.
 
         `rows` says how many each expert has, on the host or in integers on the device, where they
         stay; with the latter, rows behind the last expert's give zeros. An activation is made in

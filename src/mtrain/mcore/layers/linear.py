@@ -28,13 +28,13 @@ class _Product:
     fp8: Recipe | None = None
     impl = "reference"
     takes_operands = False
-    """Whether what feeds the layer may quantise for it."""
+    """True if the producer of this layer's input may quantise for it."""
     swiglu: str | None = None
     """The implementation of that activation, which is left to this layer; its input is gate and up.
     """
     _operand: Operand | None = None
     _alone: bool | None = None
-    """Whether no other rank has a part of this layer or its tokens; None before the first call."""
+    """True if no other rank has a part of this layer or its tokens; None before the first call."""
     config: Any
     weight: Any
     bias: Any

@@ -61,7 +61,7 @@ class Adapter:
     scale: float
     dropout: float
     has_magnitude: bool
-    """Whether each row of an adapted weight has a norm that is trained (DoRA)."""
+    """True if each row of an adapted weight has a trained norm (DoRA)."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _parameter(like: Tensor, rows: int, columns: int | None = None) -> nn.Parame
 
 
 def _drawn(a: nn.Parameter, inputs: int) -> nn.Parameter:
-    """Marks `lora_a` with the distribution that `peft` draws it from: uniform, as torch's linear
+    """Mark `lora_a` with the distribution that `peft` draws it from: uniform, as torch's linear
     layers.
     """
     a.mtrain_init_bound = inputs**-0.5  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ class _LowRank:
     magnitude: Tensor | None
     one_hot: Tensor | None
     sharded: dict[str, int]
-    """Which of its tensors tensor-parallel ranks hold parts of, and along which axis."""
+    """Tensor split over tensor-parallel ranks -> the axis along which it is split."""
 
     def make_adapter(self: Any, adapter: Adapter, parts: Parts) -> None:
         """Add the parameters."""
@@ -184,7 +184,7 @@ class _LowRank:
         self._halves = self.config.gated_linear_unit and parts.count == 2
 
     def row_norms(self: Any) -> Tensor:
-        """Norms [rows] of the rows of W + s B A, in fp32."""
+        """Return the norms [rows] of the rows of W + s B A, in fp32."""
         own = spread(self.lora_b, self.one_hot)
         rows = max(1, NORM_ELEMENTS // self.weight.shape[1])
         squares = torch.cat(
@@ -228,7 +228,7 @@ class _LowRank:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def _compressed(self: Any, x: Tensor) -> Tensor:
-        """s A x of all parts, [..., parts * r]; each part has dropout of its own on `x`."""
+        """Return s A x of all parts, [..., parts * r]; each part has dropout of its own on `x`."""
         rate = self.adapter.dropout
         if not rate or not self.training:
             return F.linear(x, self.lora_a) * self.adapter.scale

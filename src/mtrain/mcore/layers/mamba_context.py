@@ -66,8 +66,8 @@ class HeadExchange:
         return weight.view(self.ranks, -1)[self._rank]
 
     def _parts(self, mixed: Tensor) -> list[Tensor]:
-        """Channels, inputs and outputs [..., all] as [..., ranks, of each]; groups of several ranks
-        for each.
+        """Return channels, inputs and outputs [..., all] as [..., ranks, of each]; groups of
+        several ranks for each.
         """
         x, *both = mixed.split(self._widths, -1)
         groups = (

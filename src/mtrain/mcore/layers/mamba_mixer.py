@@ -214,8 +214,8 @@ class Mamba2Mixer(MegatronModule):
         return out
 
     def _scanned(self, xbc: Tensor, dt: Tensor, marks: Tensor | None, context: Any) -> Tensor:
-        """Convolution and scan of [s, b, channels] and time steps [s, b, heads], of all heads of
-        this rank or of its part of them: [s, b, channels of heads].
+        """Convolve and scan [s, b, channels] with time steps [s, b, heads], of all heads of this
+        rank or of its part of them; return [s, b, channels of heads].
         """
         # After an exchange a rank has a share of its heads, channels and groups.
         own = self._exchange or self
@@ -310,7 +310,7 @@ def _blank(numbers: int, dtype: torch.dtype) -> Tensor:
 
 
 def _decay_at_the_start(share: Tensor) -> Tensor:
-    """log(-A) of heads that drew a share in [0, 1)."""
+    """Return log(-A) of heads that drew a share in [0, 1)."""
     low, high = DECAYS
     return (low + share * (high - low)).log()
 

@@ -18,7 +18,7 @@ A = "lora_a"
 B = "lora_b"
 MAGNITUDE = "magnitude"
 LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
-"""What MLA makes queries, keys and values with."""
+"""Projections of MLA that make queries, keys and values."""
 _KINDS = "|".join(("qkv", "proj", "fc1", "fc2", *LATENT))
 _LAYER = rf"(?P<layer>.*\b(?:linear_(?P<kind>{_KINDS})|mixer\.(?:in|out)_proj))"
 _WEIGHT = re.compile(rf"{_LAYER}\.weight(?P<expert>\d*)(?P<part>\.\w+)?")
@@ -87,8 +87,8 @@ def one_hot_of(weight: str, adapter: Whole, model: Any) -> Tensor | None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Whole, one_hot: Tensor | None, scale: float) -> Tensor:
-    """W + s B A in the format of `weight` [..., out, in]; rows that have a magnitude are scaled to
-    it.
+    """Return W + s B A in the format of `weight` [..., out, in]; rows that have a magnitude are
+    scaled to it.
     """
     # fp32, rounded once: the change is small next to the weight.
     own = spread(adapter.b.float(), one_hot)
@@ -99,7 +99,8 @@ def merged(weight: Tensor, adapter: Whole, one_hot: Tensor | None, scale: float)
 
 
 def spread(b: Tensor, one_hot: Tensor | None) -> Tensor:
-    """`lora_b` [..., rows, r] as [..., rows, parts * r], which multiplies the product with all A.
+    """Return `lora_b` [..., rows, r] as [..., rows, parts * r], which multiplies the product with
+    all A.
 
     `one_hot` [rows, parts] says which part a row is; None: there is one.
     """
@@ -118,5 +119,5 @@ def parts_of_qkv(first: int, rows: int, each: int, head: int) -> Tensor:
 
 
 def parts_of_halves(rows: int) -> Tensor:
-    """0 of gates, which come first, and 1 of what they gate."""
+    """Return 0 for the rows of gates, which come first, and 1 for the gated rows."""
     return torch.arange(rows) // (rows // 2)

@@ -23,7 +23,7 @@ BLOCK = 128
 
 
 ATTENTION = ("linear_qkv", "in_proj", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
-"""What of an attention reads the norm in front of it."""
+"""Layers of an attention that read the norm in front of it."""
 LATENT = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
 """Norms within MLA, and what reads them."""
 
@@ -32,11 +32,11 @@ class Feeds(NamedTuple):
     """The linear layers that a norm quantises for."""
 
     recipe: Recipe
-    """What they multiply in."""
+    """Recipe of low precision in which they multiply."""
     groups: list[Any]
     """The ranks that have parts of the tokens, apart from context parallelism."""
     readers: int
-    """How many they are."""
+    """Number of these layers."""
 
 
 def taken(x: Tensor) -> Operand | None:
@@ -166,7 +166,7 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
 
 def _all(x: Tensor, group: Any) -> Tensor:
-    """`x` [m, ...] of all ranks, one behind the other."""
+    """Gather `x` [m, ...] of all ranks, one after the other."""
     # Not every backend knows FP8; bytes do for a gather.
     flat = x.contiguous().view(torch.uint8)
     found = flat.new_empty((group.size() * flat.shape[0], *flat.shape[1:]))
@@ -175,7 +175,7 @@ def _all(x: Tensor, group: Any) -> Tensor:
 
 
 def _side_by_side(x: Tensor, group: Any, ranks: int) -> Tensor:
-    """`x` [k, m] of all ranks as [k, ranks m]."""
+    """Gather `x` [k, m] of all ranks as [k, ranks m]."""
     found = _all(x, group).view(torch.uint8)
     return found.view(ranks, x.shape[0], -1).transpose(0, 1).reshape(x.shape[0], -1).view(x.dtype)
 

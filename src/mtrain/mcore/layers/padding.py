@@ -22,8 +22,8 @@ class _Known:
 
 @contextmanager
 def padding_is(padding: Tensor | None) -> Iterator[None]:
-    """Inside, `padding` [b, s], bool, says which positions of this rank's part of the context hold
-    no token.
+    """Set `padding` [b, s], bool, inside: the positions of this rank's part of the context without
+    a token.
 
     None: each of them holds one.
     """

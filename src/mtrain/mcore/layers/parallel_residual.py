@@ -17,8 +17,8 @@ class ParallelResidualLayer(TransformerLayer):
     """
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """`hidden_states` [s, b, h], or [s / tp, b, h] under sequence parallelism, to the same
-        shape; no context.
+        """Map `hidden_states` [s, b, h], or [s / tp, b, h] under sequence parallelism, to the same
+        shape; there is no context.
         """
         # megatron-core's own forward drops it, too: attention does not take it.
         kwargs.pop("dynamic_inference_decode_only", None)

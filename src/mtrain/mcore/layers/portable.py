@@ -194,7 +194,7 @@ class Activation(MegatronModule):
 
     impl = "triton"
     left_to_linear = False
-    """Whether the linear layer behind makes the activation, on its way into FP8."""
+    """True if the next linear layer computes the activation while it converts to FP8."""
     _GATED = ((F.silu, "swiglu"), (F.gelu, "geglu"), (gelu_tanh, "geglu_tanh"))
 
     def __init__(self, config: Any) -> None:
@@ -205,8 +205,8 @@ class Activation(MegatronModule):
             self.kind = "squared_relu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` [..., 2f] to [..., f] where it is gated, else [..., f] to [..., f]; or `x` itself,
-        left to others.
+        """Map `x` [..., 2f] to [..., f] if it is gated, else [..., f] to [..., f]; or return `x`
+        itself, if it is left to the next layer.
         """
         return x if self.left_to_linear else activation(x, self.kind, impl=self.impl)
 
@@ -223,7 +223,7 @@ class DuplicatedLinear(nn.Module):
     fp8: Recipe | None = None
     impl = "reference"
     takes_operands = False
-    """Whether what feeds the layer may quantise for it."""
+    """True if the producer of this layer's input may quantise for it."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class DuplicatedLinear(nn.Module):
         self._init_method(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """`x` [..., input_size] to [..., output_size], and no bias."""
+        """Map `x` [..., input_size] to [..., output_size], and no bias."""
         y = self._product(x)
         if self._summed:
             # The compressed half needs no sum: the up projection that reads it sums the gradient of

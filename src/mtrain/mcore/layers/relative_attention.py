@@ -107,7 +107,7 @@ class BiasedAttention(CoreAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attention of queries [s, b, n, d] to keys and values [t, b, n, d]: [s, b, n * d].
+        """Attend with queries [s, b, n, d] to keys and values [t, b, n, d]; return [s, b, n * d].
 
         `attention_bias` [b or 1, n, s, t] is added to the scores. `attention_mask`, which
         broadcasts to that, is True where a key is hidden; there is one of both at most.

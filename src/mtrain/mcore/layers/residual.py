@@ -26,8 +26,8 @@ class ResidualNorm(Norm):
     """The sum, its node in autograd's graph, and its norm."""
 
     def forward(self, x: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """`x` [..., hidden_size] normalised; or its sum with `residual`, in their shape
-        and dtype.
+        """Normalise `x` [..., hidden_size], or its sum with `residual`, in their shape and
+        dtype.
         """
         if x is None or residual is None:
             ahead = self._ahead
@@ -50,8 +50,8 @@ class ResidualNorm(Norm):
 
 
 def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:
-    """megatron-core's sum of a part's output, its bias and the residual, made by the norm that
-    reads it.
+    """Return megatron-core's sum of a part's output, its bias and the residual, computed by the
+    norm that reads it.
     """
 
     def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:

@@ -49,9 +49,7 @@ def _dynamic(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Ten
 
 
 def _llama3(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
-    """Slow frequencies are divided, fast ones stay, those in between are mixed of both
-    (Llama 3.1).
-    """
+    """Divide slow frequencies, keep fast ones, and interpolate between both (Llama 3.1)."""
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     before = scaling.original_max_position_embeddings
@@ -121,7 +119,7 @@ class ScaledRotary(RotaryEmbedding):
     frequencies: Frequencies
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles [tokens, rotary_dim / 2] of the tokens from `offset` on."""
+        """Return the angles [tokens, rotary_dim / 2] of the tokens from `offset` on."""
         device = self.inv_freq.device
         turns = self.frequencies(max_seq_len + offset).to(device)
         return torch.outer(

@@ -23,7 +23,7 @@ from mtrain.mcore.layers.linear import add_in_place, adds_to_main_grad
 from mtrain.mcore.layers.padding import padding_of
 
 LEARNS = "learns"
-"""Of a tensor of experts, whether a router in training chose them.
+"""Attribute of a tensor of experts: did a router in training choose them?
 
 Under a checkpoint autograd does not say so.
 """
@@ -37,15 +37,16 @@ class Sparse(NamedTuple):
     router: str
     """The implementation of the choice, `triton` or `reference`."""
     permute: str
-    """That of the permutation of tokens."""
+    """The implementation of the permutation of tokens."""
     group_members: int | None = None
-    """How many of its best scores a group of experts is worth; None: there are no groups."""
+    """Number of a group's best scores that add up to its own score; None: there are no groups."""
     padded: bool = False
-    """Whether expert-parallel ranks send each other as many rows in every step."""
+    """True if expert-parallel ranks exchange the same number of rows in every step."""
     capacity_factor: float | None = None
-    """How many those are in training, over the even share; None: the most that there can be."""
+    """Rows so exchanged in training, relative to an even share; None: the most that can occur."""
     one_graph: bool = False
-    """Whether schedules are captured whole, those of evaluations too: their shapes have to stay."""
+    """True if whole schedules are captured, those of evaluations too: their shapes must not change.
+    """
 
 
 class SparseRouter(TopKRouter):  # type: ignore[misc]
@@ -157,7 +158,7 @@ def count_choices(router: Any, counts: Tensor) -> None:
 
 
 def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`TopKRouter.routing` of `logits` [s, b, e] where some positions are padding, which has
+    """Do as `TopKRouter.routing` for `logits` [s, b, e] some of whose positions are padding, with
     weights of 0.
 
     `tokens` [s * b] says which are not. The results are weights and a map, both [s * b, e]. Where

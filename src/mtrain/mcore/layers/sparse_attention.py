@@ -25,7 +25,7 @@ from mtrain.mcore.layers.padding import padding_of
 from mtrain.mcore.layers.sparse_index import Index, Teacher, marks, taught
 
 EPSILON = 1e-6
-"""Of the norm of the indexer's keys, as in DeepSeek-V3.2's own code."""
+"""Epsilon of the norm of the indexer's keys, as in DeepSeek-V3.2's own code."""
 
 
 class Projection(nn.Module):
@@ -40,7 +40,7 @@ class Projection(nn.Module):
             config.init_method(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] to [..., outputs]."""
+        """Map [..., inputs] to [..., outputs]."""
         return linear(x, self.weight)
 
 
@@ -53,7 +53,7 @@ class KeyNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] to the same."""
+        """Normalise [..., width]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.layer_norm(
             x.to(wide), x.shape[-1:], self.weight.to(wide), self.bias.to(wide), EPSILON
@@ -112,8 +112,8 @@ def _rotary(config: Any, cp_group: Any) -> Any:
 
 
 def _turned(x: Tensor, angles: Tensor, factor: float) -> Tensor:
-    """`x` [s, b, h, d] whose first channels are turned by `angles` [s, 1, 1, r], half against half,
-    and scaled.
+    """Rotate the first channels of `x` [s, b, h, d] by `angles` [s, 1, 1, r], half against half,
+    and scale it.
     """
     head, rest = x.split([angles.shape[-1], x.shape[-1] - angles.shape[-1]], dim=-1)
     cos, sin = ((turn * factor).to(x.dtype) for turn in (angles.cos(), angles.sin()))
@@ -151,9 +151,9 @@ class SparseAttention(CoreAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attention of queries [s, b, n, d] to [s, b, n * e]; `x` [s, b, h] and `qr` [s, b, r] are
-        what MLA read, a rank's part of the tokens under sequence parallelism. Every query sees the
-        keys up to its own.
+        """Map queries [s, b, n, d] to attention [s, b, n * e]; `x` [s, b, h] and `qr` [s, b, r] are
+        the inputs of MLA, a rank's part of the tokens under sequence parallelism. Every query
+        attends to the keys up to its own.
 
         Raises:
             NotImplementedError: packed sequences, or queries that follow those of a cache.

@@ -43,14 +43,14 @@ class Teacher:
     """The attention that an indexer's softmax is to be like."""
 
     query: Tensor
-    """Of this rank's heads, [s, b, n, d]."""
+    """Queries of this rank's heads, [s, b, n, d]."""
     key: Tensor
     """[t, b, n, d]."""
     scale: float
     sparse: bool
     """Keys that were not chosen have no part in it."""
     mean: Callable[[Tensor], Tensor]
-    """Of a sum over this rank's heads, the mean over all heads."""
+    """Function from a sum over this rank's heads to the mean over all heads."""
 
     def target(self, rows: slice, seen: Tensor) -> Tensor:
         """Return the attention of all heads to each key that is `seen` [b, s, t], in the same
@@ -65,8 +65,8 @@ class Teacher:
 
 
 def chosen(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
-    """Marks [b, s, t] of the keys with the `topk` highest scores [b, s, t] among those that are
-    `visible` [s, t].
+    """Return marks [b, s, t] of the keys with the `topk` highest scores [b, s, t] among those that
+    are `visible` [s, t].
     """
     best = (
         scores.masked_fill(~visible, -torch.inf).topk(min(topk, scores.shape[-1]), dim=-1).indices
@@ -108,8 +108,8 @@ def taught(
     factor: float | Tensor = 1.0,
     learned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Index]:
-    """`marks`, the loss of the index, and `factor` times its gradient with respect to queries, keys
-    and weights.
+    """Return `marks`, the loss of the index, and `factor` times its gradient with respect to
+    queries, keys and weights.
 
     The loss is that of the queries that are true in `learned` [b, s]; None: all.
 

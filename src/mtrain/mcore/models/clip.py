@@ -169,7 +169,7 @@ class VisionTower(MegatronModule):
         self.post_layernorm = norm().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Features of every patch, row by row."""
+        """Return the features of every patch, row by row."""
         x = (
             self._patches(images.to(self.patch_embedding.dtype))
             @ self.patch_embedding.flatten(1).t()

@@ -46,8 +46,8 @@ from mtrain.models.hybrid.config import (
 )
 
 UNIFIED = release.at_least(0, 19)
-"""Whether the model is HybridModel, whose pattern says where stages end, and not MambaModel, which
-cuts evenly.
+"""True if the model is HybridModel, whose pattern marks the ends of stages, and not MambaModel,
+which cuts evenly.
 """
 
 if UNIFIED:
@@ -61,7 +61,7 @@ else:
 
 
 _LAYERS = ("attention_layer", "mla_layer", "dsa_layer", "gdn_layer", "mlp_layer", "moe_layer")
-"""What a stack calls the layers of a pattern but Mamba-2's."""
+"""Names in a stack for the layers of a pattern other than Mamba-2's."""
 
 
 class PatternLayer(DecoderLayer):
@@ -167,7 +167,7 @@ class Stack(_CoreStack):
         return found
 
     def _select_layers_for_pipeline_parallel(self, kinds: Sequence[str]) -> tuple[int, list[str]]:
-        """0.16.1: the stage's layers, wherever the layout has cut."""
+        """Return the stage's layers, wherever the layout has cut (0.16.1)."""
         return self.held.start, list(kinds[self.held.start : self.held.stop])
 
 
@@ -314,8 +314,8 @@ def stack_spec(
 
 
 def scaled_add(factor: float) -> Callable[..., Any]:
-    """megatron-core's sum of a layer's output, its bias and the residual stream, where output and
-    bias are multiplied with `factor` first.
+    """Return megatron-core's sum of a layer's output, its bias and the residual stream, in which
+    output and bias are multiplied by `factor` first.
     """
     if factor == 1.0:
         return get_bias_dropout_add  # type: ignore[no-any-return]

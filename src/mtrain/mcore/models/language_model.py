@@ -27,8 +27,8 @@ from mtrain.mcore.layers.residual import join_layers
 from mtrain.mcore.layers.rotary import Frequencies, ScaledRotary, TwoBases
 
 FURTHER_LOSS_SHARES = "further_loss_shares"
-"""Of a TransformerConfig: what the step is divided by, over what the loss of each further token
-has, [depths]; by default 1.
+"""Attribute of a TransformerConfig, [depths]: the divisor of the step over the number of
+predictions of each further token; 1 if unset.
 """
 
 
@@ -131,9 +131,11 @@ class AuxiliaryOutputs:
     2022, arXiv:2204.02311, section 5), which is added to losses.
     """
     accuracy: bool = False
-    """Whether labels with the largest logit are counted."""
+    """True if labels with the largest logit are counted."""
     logits: int | None = None
-    """Of a loss in parts; None: what `mtrain_kernels.linear_cross_entropy` takes."""
+    """Most logits at once in a loss in parts; None: the default of
+    `mtrain_kernels.linear_cross_entropy`.
+    """
 
     def __bool__(self) -> bool:
         return self.z_loss > 0 or self.accuracy
@@ -164,8 +166,8 @@ def _adds_at_once(weight: Tensor) -> bool:
 
 
 def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands whose product is hidden weight^T + bias; eight columns more, a multiple that matrix
-    units like.
+    """Return operands whose product is hidden weight^T + bias, with eight columns more, a multiple
+    that suits matrix units.
     """
     ones = hidden.new_zeros(hidden.shape[0], 8)
     ones[:, 0] = 1
@@ -184,7 +186,7 @@ class SummedLosses:
     loss: str
     loss_vocab_size: int
     auxiliary = AuxiliaryOutputs()
-    """With any of them, the sum is that of `with_auxiliary_outputs`."""
+    """Further outputs; with any of them, the sum is that of `with_auxiliary_outputs`."""
     is_whole_loss = False
     """The promise that training minimises the sum of `sum_of_losses` as it is, so that its gradient
     is 1.
@@ -236,8 +238,8 @@ class SummedLosses:
             self.rotary_pos_emb = TwoBases(self.rotary_pos_emb, rotary_base_local)
 
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-        """megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding is
-        overwritten.
+        """Return megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding
+        is overwritten.
         """
         self._hide_padding(logits)
         losses: Tensor = super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
@@ -353,8 +355,8 @@ class LanguageModel(SummedLosses, GPTModel):
         self._further_masks: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """megatron-core's, with `further_masks` [b, s, depths]: what `loss_mask` is, for each MTP
-        layer's loss.
+        """Run megatron-core's forward with `further_masks` [b, s, depths], a `loss_mask` for each
+        MTP layer's loss.
         """
         self._further_masks = kwargs.pop("further_masks", None)
         return super().forward(*args, **kwargs)

@@ -29,11 +29,12 @@ class KnownBug:
     by: str = ""
     """The patch, the code of the rule, or the test; empty if our paths do not reach the bug."""
     why: str = ""
-    """Why our paths do not reach it, or what keeps it away."""
+    """Reason why our paths do not reach the bug, or the safeguard that keeps them away."""
     where: str = ""
     """File under megatron/core and line in 0.16.1; empty if it is not in megatron-core."""
     is_in_0_19: bool | None = None
-    """Whether 0.19.2 has the change; None: its code was rewritten, and reading it did not tell."""
+    """True if 0.19.2 has the change; None: its code was rewritten, and a reading was inconclusive.
+    """
 
 
 @cache

@@ -64,7 +64,7 @@ def _is_torch_adam(optimizer: Any) -> bool:
 
 
 def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """Zero moments and a step counter for each parameter, as before a first step."""
+    """Allocate zero moments and a step counter for each parameter, as before a first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]

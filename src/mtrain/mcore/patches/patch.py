@@ -18,13 +18,13 @@ class Patch:
     """A patched defect."""
 
     name: str
-    """What tests and messages call it."""
+    """Name in tests and messages."""
     where: str
     """File under megatron/core and line in 0.16.1."""
     reason: str
-    """What is wrong, and what happens without the patch."""
+    """The defect, and its effect without the patch."""
     applies: Where
-    """Where it is needed."""
+    """Environments that need the patch."""
     apply: Callable[[], None]
     """Patches it in this process."""
     versions: Versions = EVERY

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from mtrain.mcore import api as mcore
 
 LAYERS = (mcore.TransformerLayer, mcore.MambaLayer)
-"""What is gathered, computed and freed at once."""
+"""Modules whose weights are gathered together, and freed after use."""
 
 
 class FullySharded(mcore.TorchFullyShardedDataParallel):

@@ -27,7 +27,7 @@ class LocalParam:
     weight: torch.Tensor
     """The local memory of its weights, 1-D."""
     start: int = 0
-    """Which element of the parameter that memory starts at."""
+    """First element of the parameter in that memory."""
     sharded: bool = False
     """Each data-parallel rank (of a replica) keeps another part of the weights."""
 

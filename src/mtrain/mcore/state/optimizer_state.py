@@ -30,7 +30,7 @@ class StateShard:
     inner: torch.optim.Optimizer
     """torch's optimizer that updates them."""
     updated: torch.Tensor
-    """What it updates: `main`, or a copy of it in host memory."""
+    """Tensor that the optimizer updates: `main`, or a copy of it in host memory."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the main weight, unless it is the weight itself, and every moment, by name, each
@@ -97,15 +97,15 @@ class StateShard:
 
 
 def leaf_optimizers(optimizer: Any) -> list[Any]:
-    """megatron-core's optimizers without the chain around them, those that hold no parameter left
-    out.
+    """Return megatron-core's optimizers without the chain around them, except those without
+    parameters.
     """
     leaves = getattr(optimizer, "chained_optimizers", [optimizer])
     return [leaf for leaf in leaves if leaf.optimizer is not None]
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """torch's optimizers, those of an offloading one included."""
+    """Return torch's optimizers, those of an offloading one included."""
     found: list[torch.optim.Optimizer] = []
     for leaf in leaf_optimizers(optimizer):
         hybrid = isinstance(leaf.optimizer, mcore.HybridDeviceOptimizer)

@@ -29,7 +29,7 @@ class ShardSpec:
     shape: tuple[int, ...]
     """Size of the part; leading axes that count layers or experts have size 1."""
     lead: int
-    """How many axes count layers or experts."""
+    """Number of axes that count layers or experts."""
     first: int
     """Element of the row-major parameter that the part starts at."""
     replica: tuple[int, ...]
@@ -83,8 +83,8 @@ def _describe(model: Any) -> dict[str, list[ShardSpec]]:
 
 
 def _entries(node: Any) -> Iterator[Any]:
-    """Sharded tensors and factories of a model's state; objects without tensor data are
-    left out.
+    """Yield sharded tensors and factories of a model's state, without objects that have no tensor
+    data.
     """
     if isinstance(node, dict):
         for value in node.values():

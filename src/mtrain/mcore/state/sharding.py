@@ -36,15 +36,15 @@ class TensorShard:
     flat: tuple[int, int] | None = None
     """Range of the row-major part that `tensor` holds; None: all of it."""
     primary: bool = True
-    """Whether this rank, of those that hold the same data, is the one that saves it."""
+    """True if this rank, among those with the same data, is the one that saves it."""
     param: torch.nn.Parameter | None = None
     """The parameter that this shard is part of; None for buffers."""
     lead: int = 0
-    """How many axes of the part count layers or experts."""
+    """Number of axes of the part that count layers or experts."""
 
     @property
     def weight(self) -> str:
-        """Name of the weight that it is, or that it is state of."""
+        """Return the name of the weight that it is, or whose state it is."""
         return self.key.rpartition("/")[2]
 
 

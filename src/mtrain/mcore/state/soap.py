@@ -17,12 +17,12 @@ class Owned(NamedTuple):
     """Factors that are on this rank."""
 
     param: torch.Tensor
-    """Of the model under the distributed optimizer, else of this one."""
+    """Parameter: the model's under the distributed optimizer, otherwise this optimizer's."""
     factors: Factors
     copy: int
     """Place among the tensor-parallel ranks that have the same."""
     block: tuple[int, int] | None
-    """Of a weight whose blocks are matrices of their own: which one it is, and of how many."""
+    """Index of the block and number of blocks, if the weight's blocks are matrices of their own."""
 
 
 class ParallelSoap(WholeMatrices, Soap):

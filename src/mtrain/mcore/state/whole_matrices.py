@@ -29,7 +29,7 @@ class Matrix:
     """A matrix whose elements lie on several data-parallel ranks."""
 
     param: torch.nn.Parameter
-    """Of the model: this tensor-parallel rank's part of a weight [rows, columns]."""
+    """Parameter of the model: this tensor-parallel rank's part of a weight [rows, columns]."""
     pieces: tuple[tuple[int, int, int], ...]
     """Rank, first element and end of what a rank has of it, in the order of the elements."""
     owner: int
@@ -93,8 +93,8 @@ class WholeMatrices:
             self._spread.append([Matrix(*one, owner) for one, owner in zip(found, of, strict=True)])
 
     def rounds(self, group: dict[str, Any]) -> Iterator[tuple[list[Matrix], list[int]]]:
-        """Matrices that are exchanged together, and the ids of this rank's pieces of them, in their
-        order.
+        """Yield matrices that are exchanged together, with the ids of this rank's pieces of them,
+        in their order.
         """
         assert self._ranks is not None
         place = next(i for i, other in enumerate(self.param_groups) if other is group)
@@ -172,7 +172,7 @@ class WholeMatrices:
         return self.tp_mode == "blockwise"
 
     def tensor_ranks(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[Any, int]:
-        """Between which ranks a weight is sharded, and along which dimension; None where each has
+        """Return the ranks between which a weight is sharded, and the dimension; None if each has
         all of it.
         """
         expert = group["is_expert_parallel"]

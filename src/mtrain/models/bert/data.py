@@ -20,8 +20,8 @@ RANDOM = 0.1
 """
 _KINDS = 5
 _CHOICE, _FATE, _TOKEN, _NEXT, _OTHER = range(_KINDS)
-"""What is drawn: which tokens are chosen, what becomes of one, its random token, whether B follows
-A, and whose B.
+"""Kinds of random numbers: the choice of tokens, the fate of a chosen one, its random token,
+whether B follows A, and the document that B comes from otherwise.
 """
 
 
@@ -37,7 +37,7 @@ class Draws:
         )
 
     def words(self, what: int, samples: np.ndarray, positions: int) -> np.ndarray:
-        """uint64 [n, positions] for n sample numbers, independent for each `what`."""
+        """Return uint64 [n, positions] for n sample numbers, independent for each `what`."""
         rows = mix64(samples.astype(np.uint64)[:, None] + self._keys[what])
         return mix64(rows + mix64(np.arange(positions, dtype=np.uint64) + np.uint64(1)))
 
@@ -112,7 +112,7 @@ def masked(
 
 
 def _alone(text: np.ndarray, bert: BertConfig) -> np.ndarray:
-    """Windows [n, s + 1] as one sentence with its special tokens, [n, s]."""
+    """Return windows [n, s + 1] as one sentence with its special tokens, [n, s]."""
     length = text.shape[1] - 1
     return _joined(text, bert, [slice(0, length - bert.added())])
 

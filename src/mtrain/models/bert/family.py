@@ -71,7 +71,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
-    """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
+    """Return `model` with so many layers, for the layout `p` and sequences of `seq_length`.
 
     Heads become the fewest that tp splits. Norms, positions, kinds of tokens and both objectives
     stay as they were; the special tokens that there are get small ids.

@@ -78,7 +78,7 @@ MEGATRON_BERT = Table(
 TABLES = {"bert": BERT, "megatron-bert": MEGATRON_BERT}
 """`model_type` -> as transformers saves it."""
 UNUSED = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weight|bias)")
-"""Of files with more heads than the model has: transformers leaves them out, too."""
+"""Weights of heads that the model lacks, in files that have them; transformers skips them, too."""
 
 
 def _old(name: str) -> str:

@@ -28,7 +28,9 @@ def adapted(weights: Iterable[Weight], run: RunConfig) -> Iterator[Weight]:
 
 
 def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterator[Weight]:
-    """`lora_a` is split as the columns of the weight are, `lora_b` and magnitudes as its rows."""
+    """Yield `lora_a`, split as the columns of the weight are, and `lora_b` and magnitudes, split as
+    its rows.
+    """
     rows, columns = weight.shape
     # Row-parallel layers are split by their inputs: A is split with them, and each rank has all of
     # B.

@@ -83,7 +83,7 @@ def _standard(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
 
 
 def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
-    """Norms of each head, or one over all of them."""
+    """Add norms of each head, or one over all of them."""
     d = r.model.head_dim
     across = r.model.qk_layernorm_across_heads
     if across and r.layout.tp > 1:  # written out: what is scaled, and what is weighed
@@ -193,7 +193,7 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
 
 
 MOST_SCORES = 1 << 24
-"""As in `mtrain.mcore.layers.sparse_index`: so many scores are held at once."""
+"""Most scores at once: the limit of `mtrain.mcore.layers.sparse_index`."""
 PASSES = 8
 """Times that scores, or attention to be like, are read or written where a part of the queries is
 chosen for.
@@ -243,7 +243,7 @@ def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:
 
 
 def _scores(g: Graph, r: Rank, h: Heads) -> None:
-    """Choice, loss and its gradient, which is all that is kept."""
+    """Add the choice of keys, the loss and its gradient, which is all that is kept."""
     dsa = r.model.dsa
     t = r.tokens
     a = r.element

@@ -35,7 +35,7 @@ BUILDER: tuple[Limit, ...] = (
         (("parallel.max_seqlen_per_dp_cp_rank", None),),
     ),
 )
-"""What `model.builder=hybrid` is limited to, in the family gpt."""
+"""Limits of `model.builder=hybrid` in the family gpt."""
 
 CONFIG = FamilyConfig(
     limits=(

@@ -22,7 +22,7 @@ AddLayer = Callable[[Graph, Rank, Tensor, int], Tensor]
 
 
 def add_layer(g: Graph, r: Rank, x: Tensor, index: int, *, causal: bool = True) -> Tensor:
-    """Layer `index` (from 0) on the residual stream; the stream behind it."""
+    """Add layer `index` (from 0) to the residual stream; return the stream after it."""
     m = r.model
     place = r.model.norm_placement
     before = place in ("pre", "pre_and_post")

@@ -19,18 +19,17 @@ COMPUTED = (
     r".*\.attn\.(masked_)?bias",
     r".*\.attention\.(masked_)?bias",
 )
-"""Of older files: angles of positions and causal masks."""
+"""Tensors of older files that are computed here: rotary frequencies and causal masks."""
 UNREAD = (r"mtp\..*",)
-"""Of files of Qwen3-Next: a layer that predicts one token further, which transformers does not
-build either.
+"""Multi-token prediction layers in files of Qwen3-Next, which transformers does not build either.
 """
 OF_IMAGES = (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*")
-"""Of files of models that read images too: what makes tokens of an image."""
+"""Vision tower and projector in files of models that also read images."""
 TIED = (Copy("lm_head.weight", "model.embed_tokens.weight"),)
 _MTP = "model.layers.{i}."
 _JOINS = re.compile(r"model\.layers\.[0-9]+\.eh_proj\.weight")
-"""Of each MTP layer one: it joins the embedding of a token with what the layers before made of
-those before it.
+"""Projection in each MTP layer that joins a token's embedding with the hidden states of the layers
+before.
 """
 
 

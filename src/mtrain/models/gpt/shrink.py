@@ -28,7 +28,7 @@ def vocabulary(model: ModelConfig) -> int:
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
-    """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
+    """Return `model` with so many layers, for the layout `p` and sequences of `seq_length`.
 
     Heads and key/value heads become the fewest that keep how they are split, experts at most two
     per rank. Everything that decides which code runs stays as it was: norm, activation, biases,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from mtrain.config.schema.model import ModelConfig
 
 PREFIXES = re.compile(r"(?:model\.|module\.)+")
-"""In front of all names, as wrappers of a model write them."""
+"""Prefixes that the wrappers of a model put before all names."""
 NO_WEIGHT = re.compile(
     r"(?:optimizer|chained_\d+|optim|opt_param_scheduler|rng_state|rerun_state_machine_state"
     r"|dataloader)\b.*"
@@ -42,10 +42,10 @@ _OWN = {
 """Begin of a norm's name in the linear layer behind it -> of its own."""
 _FUSED = {own: fused for fused, own in _OWN.items() if ".in_proj." not in fused}
 _IN_PROJ = "self_attention.in_proj.layer_norm_"
-"""What a norm in front of linear attention is fused into."""
+"""Prefix of a norm that is fused into linear attention's input projection."""
 GATE = "_w"
 UP = "_v"
-"""Behind the name of a gated MLP's weight that is kept in halves."""
+"""Suffixes of the two halves of a gated MLP's weight."""
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tables of token ids, which have rows that only pad."""
 

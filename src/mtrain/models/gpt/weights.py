@@ -196,7 +196,7 @@ def _feed_forward(m: ModelConfig, p: ParallelConfig, name: str, index: int) -> I
 
 
 def mixture(m: ModelConfig, p: ParallelConfig, moe: MoEConfig, name: str) -> Iterator[Weight]:
-    """Router and experts."""
+    """Yield router and experts."""
     yield Weight(f"{name}.router.weight", (moe.num_experts, m.hidden_size), "router", whole=True)
     if m.add_bias_linear:
         yield Weight(f"{name}.router.bias", (moe.num_experts,), "router", whole=True)

@@ -91,8 +91,8 @@ class HybridConfig(FamilySection):
     ] = 1.0
     """Factor on what each layer adds to the residual stream (0.22 in Granite 4)."""
     logits_scaling: Annotated[PositiveFloat, Key(effect=Effect.NUMERICS, hf="logits_scaling")] = 1.0
-    """What logits are divided by: the output layer reads hidden states that are divided by it (8 in
-    Granite 4 H Micro).
+    """Divisor of logits: the output layer reads hidden states that are divided by it (8 in Granite
+    4 H Micro).
     """
 
     @property

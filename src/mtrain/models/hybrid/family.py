@@ -60,7 +60,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
-    """`model` with so many layers, for the layout `p` and sequences of `seq_length`.
+    """Return `model` with so many layers, for the layout `p` and sequences of `seq_length`.
 
     Attention, MLPs and experts shrink as a decoder-only transformer's do. Mixers keep groups and
     heads that tp and cp split, several heads of a group where there were several, and several

@@ -45,7 +45,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def add_layer(g: Graph, r: Rank, x: Tensor, index: int) -> Tensor:
-    """Layer `index` (from 0) on the residual stream; the stream behind it."""
+    """Add layer `index` (from 0) to the residual stream; return the stream after it."""
     m = r.model
     kind = HybridConfig.of(r.model).kind(index)
     again = r.recomputes("layernorm") and kind != MAMBA
@@ -206,7 +206,9 @@ def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
 
 
 def _gated_norm(g: Graph, r: Rank, fused: Tensor, x: Tensor, width: int) -> Tensor:
-    """Written out: the gate, its SiLU, what is gated, normed and scaled, in fp32."""
+    """Add the gated norm as separate operations: the gate, its SiLU, the gated, normed and scaled
+    values, in fp32.
+    """
     y = Tensor(r.tokens * width * r.element)
     size = r.tokens * width * FP32
     groups = HybridConfig.of(r.model).num_groups // r.layout.tp

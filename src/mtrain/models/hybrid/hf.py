@@ -146,8 +146,8 @@ def _experts(mixer: str, apart: bool) -> Iterator[Entry]:
 
 
 def _granite(router: str, first: str, second: str) -> ByKind:
-    """Granite 4, of whose layers each is two of ours; `router`, `first` and `second` are those of
-    routed experts.
+    """Return the table of Granite 4, each of whose layers is two of ours; `router`, `first` and
+    `second` are those of routed experts.
     """
     theirs = "model.layers.{p}."
     experts = f"{_LAYER}mlp.experts."
@@ -195,9 +195,9 @@ def _granite(router: str, first: str, second: str) -> ByKind:
 
 
 FILES = _table("backbone", apart=True)
-"""As files have them, of Mamba-2 and of Nemotron-H."""
+"""Names in files of Mamba-2 and of Nemotron-H."""
 GRANITE = _granite("router.layer.weight", "input_linear.weight", "output_linear.weight")
-"""As files of Granite 4 have them."""
+"""Names in files of Granite 4."""
 LAYERS = {
     "mamba2": _table("backbone", apart=False),
     "nemotron_h": _table("model", apart=False),

@@ -16,7 +16,8 @@ POSITIONS = 2048
 """Tokens of a sample that Mamba-2 was trained with; its file names none, and it has no positions.
 """
 NO_BOUND = (math.inf, {"__float__": "Infinity"})
-"""As a file may say it: JSON has no word for it, and transformers 5 writes the latter."""
+"""Spellings of infinity in a file: JSON has no word for it, and transformers 5 writes the latter.
+"""
 WORDS = {
     "linear_attention": MAMBA,
     "mamba": MAMBA,

@@ -55,7 +55,9 @@ class LlavaConfig(FamilySection):
 
     @property
     def image_tokens(self) -> int:
-        """Patches of an image, each of which is a token of the language model."""
+        """Return the number of patches of an image, each of which is a token of the language
+        model.
+        """
         return (self.image_size // self.patch_size) ** 2
 
     @property

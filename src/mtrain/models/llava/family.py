@@ -101,7 +101,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
-    """`model` with so many layers of its language model, for the layout `p` and sequences of
+    """Return `model` with so many layers of its language model, for the layout `p` and sequences of
     `seq_length`.
 
     A layer of the vision tower stays behind the features where there was one. What is frozen stays

@@ -167,7 +167,7 @@ READS = Family(
         "ignore_index": "is read by no version that is in use",
     },
 )
-"""How such a file is read."""
+"""Mapping from the keys of such a file to ours."""
 
 
 def writes(m: ModelConfig) -> Json:

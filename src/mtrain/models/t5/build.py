@@ -17,7 +17,7 @@ from mtrain.models.t5.config import T5Config, decoder_layers
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
-    """Encoder and decoder with embedding and loss: all of the model, which is not split into
+    """Build encoder and decoder with embedding and loss: all of the model, which is not split into
     stages.
     """
     m = run.model

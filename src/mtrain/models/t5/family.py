@@ -86,8 +86,8 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
 
 
 def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int) -> ModelConfig:
-    """`model` with so many layers in the encoder, and in the decoder one more where it had another
-    number.
+    """Return `model` with so many layers in the encoder, and in the decoder one more if its number
+    differed.
 
     Norm, activation, gate, tying, buckets and noise stay as they were; encoder and decoder are as
     long as samples of `seq_length` need, in parts that tp shards.

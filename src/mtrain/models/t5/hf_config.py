@@ -12,14 +12,14 @@ from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
 _UNGATED = {**UNGATED_WORDS, "relu": "relu"}
 _SHIPPED_VOCABULARY = 32128
 _ITS_FIRST_SENTINEL = 32099
-"""Of the tokenizer that T5 was trained with: 32,000 pieces, 100 sentinels and 28 ids that stand for
-nothing.
+"""First sentinel of the tokenizer that T5 was trained with: 32,000 pieces, 100 sentinels and 28
+unused ids.
 """
 
 
 def _block(f: ConfigFile) -> None:
-    """Activation, decoder, dropout and ids; transformers derives some from others unless a file
-    says them.
+    """Read activation, decoder, dropout and ids; transformers derives some from others unless a
+    file sets them.
     """
     _activation(f)
     layers = f.get("num_layers")

@@ -47,11 +47,12 @@ class Accuracy:
     """Published runs."""
     median: float
     p95: float
-    """At the 95th percentile."""
+    """Error at the 95th percentile."""
     pairs: int
-    """Of two runs of one model on as many devices, `apart` or more."""
+    """Pairs of runs of one model on as many devices whose throughput differs by at least `apart`.
+    """
     pairs_right: int
-    """Of those, how many are ranked as published."""
+    """Pairs that the prediction ranks as published."""
     apart: float
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Kind of configuration -> its error bar."""

@@ -62,7 +62,7 @@ class Measured:
     run: RunConfig
     step_s: float
     optimizer_s: float | None = None
-    """Of that the update."""
+    """Share of the update in that, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Fit:
 
     cluster: ClusterConfig
     errors: tuple[float, ...]
-    """Of the step of each run: predicted over measured, less one."""
+    """Relative error of each run's step: predicted over measured, less one."""
 
 
 def fitted(
@@ -263,7 +263,7 @@ def _residuals(one: Measured, step: StepTime) -> Vector:
 
 
 def least_squares(residuals: Callable[[Vector], Vector], x: Vector) -> Vector:
-    """Gauss and Newton, with the steps of Levenberg and Marquardt."""
+    """Minimise squares by Gauss-Newton, with the steps of Levenberg and Marquardt."""
     damping = 1.0
     now = residuals(x)
     for _ in range(ROUNDS):

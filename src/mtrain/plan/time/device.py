@@ -49,15 +49,17 @@ class Device:
     """Bytes a second to the others, one way."""
     multiprocessors: int
     exponentials: float
-    """For each FLOP of products in 16 bits."""
+    """Exponentials a second for each FLOP/s of products in 16 bits."""
     on_host: bool
-    """It is the host itself: the rates that a cluster states are measured, and reached."""
+    """True if the device is the host itself: the rates that a cluster states are measured, and
+    reached.
+    """
     power: dict[str, float]
     """Format -> watts for a FLOP/s of the peak, against those of the first device of its
     generation, where both are known.
     """
     blackwell: bool
-    """It is of that generation, or of a later one."""
+    """True for Blackwell and later generations."""
 
 
 def missing(cluster: ClusterConfig, formats: tuple[str, ...], ranks: int) -> tuple[str, ...]:

@@ -31,37 +31,37 @@ class Efficiencies:
     software: str
     """The release that they belong to."""
     products: Mapping[str, float]
-    """Of the peak, of a large product: by format, or by recipe of low precision."""
+    """Share of the peak that a large product reaches: by format, or by recipe of low precision."""
     grouped: float
-    """Of that, by the products of experts."""
+    """Share of that which the products of experts reach."""
     grouped_low: float
-    """Of that, where those are in low precision."""
+    """Share of that which the products of experts in low precision reach."""
     attention: float
-    """Of the peak, by the products of attention forward."""
+    """Share of the peak that the products of attention reach in the forward."""
     attention_backward: float
     softmax: float
     """Share of the time of attention's exponentials behind which there are no products."""
     memory: float
-    """Of the bandwidth of the device's memory."""
+    """Share of the bandwidth of the device's memory."""
     fast_link: float
     network: float
-    """Of the bandwidth of links."""
+    """Share of the bandwidth of links to other fast domains."""
     waves_lost: float
     """Waves of tiles over the multiprocessors that a product takes longer than its tiles."""
     tile_us: float
-    """Of a multiprocessor, to begin and end a tile."""
+    """Time of a multiprocessor to begin and end a tile."""
     launch_us: float
-    """Of the host, for an operation."""
+    """Time of the host for an operation."""
     call_us: float
-    """Of the host, for a kernel more of an operation, as each expert's: its tensors, and what is
-    hooked to them.
+    """Time of the host for each further kernel of an operation, such as one per expert: its tensors
+    and their hooks.
     """
     pass_us: float
     """Lost by the device in a pass through a mixture of experts: small kernels, and waiting for
     counts.
     """
     routing_us: float
-    """Of the host, for a pass through a mixture of experts."""
+    """Time of the host for a pass through a mixture of experts."""
     fixed: float
     """Share of that and of further kernels where every expert takes as many rows, so that nobody
     waits for counts.
@@ -69,7 +69,7 @@ class Efficiencies:
     graphed: float
     """Share of the host's time that is left: 1 without CUDA graphs."""
     latency_us: float
-    """Of a collective, each time that a group is doubled."""
+    """Latency of a collective for each doubling of its group."""
     overlapped: Mapping[str, float]
     """Share of the communication of an axis behind which there is computation."""
     power: float
@@ -80,7 +80,7 @@ class Efficiencies:
     mixtures: float
     """Speed of models with experts, against the release that the others belong to."""
     speed: float
-    """Of the software as a whole, against the release that the others belong to."""
+    """Speed of the software as a whole, against the release that the others belong to."""
     host: HostCost | None = None
     """The costs of launches by kind of operation, where they were measured; None: `launch_us` and
     the other costs above.
@@ -88,7 +88,9 @@ class Efficiencies:
 
 
 def powered(device: Device, reached: Efficiencies, form: str) -> float:
-    """Rate of large products in a format, by watts and generation, against what `products` says."""
+    """Return the rate of large products in a format, by watts and generation, relative to
+    `products`.
+    """
     return float(
         device.power.get(form, 1.0) ** reached.power
         * (reached.blackwell if device.blackwell else 1.0)

@@ -23,11 +23,11 @@ class HostCost:
     source: str
     """The runs that it was fitted on."""
     launch_us: float
-    """Of a kernel: the Python, Triton and driver work behind one launch."""
+    """Time of a kernel: the Python, Triton and driver work behind one launch."""
     module_us: float
-    """Of an operation of a layer, forward and backward together: its module and autograd."""
+    """Time of an operation of a layer, forward and backward together: its module and autograd."""
     step_us: float
-    """Of a step, while the device idles: data, hooks, logging."""
+    """Time of a step in which the device idles: data, hooks, logging."""
     launches: Mapping[str, tuple[float, float]]
     """Kind of operation, or recipe of low precision -> kernels of its forward and of its backward.
     An operation of experts in low precision launches those of its recipe.
@@ -41,7 +41,7 @@ class HostCost:
     step_bytes: float = 0.0
     """Bytes that the device moves for each trained element once a step on top of the update's."""
     speed: float = field(default=1.0, kw_only=True)
-    """Of this host, against that of the source."""
+    """Speed of this host, relative to that of the source."""
 
     def seconds(self, work: Work, recipe: str) -> tuple[float, float]:
         """Return the seconds of the host for the forward and the backward of some work."""

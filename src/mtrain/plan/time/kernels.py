@@ -42,10 +42,10 @@ class Kernels:
     device: Device
     reached: Efficiencies
     format: str
-    """Of activations."""
+    """Number format of activations."""
     low_format: str
     recipe: str
-    """Of low precision, or the format again."""
+    """Recipe of low precision, or the format again."""
     element: int
     gradient: int = FP32
     """Bytes of an element of a gradient that is added up."""

@@ -34,7 +34,7 @@ class Share:
 
     elements: float
     group: Group
-    """Those of a copy, which may be sharded over them."""
+    """Ranks of one copy, over which the weights may be sharded."""
     copies: Group
     """One of each copy (HSDP): they have the same shard."""
 

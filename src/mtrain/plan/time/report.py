@@ -131,7 +131,9 @@ def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
 
 
 def _validation(run: RunConfig, step: StepTime, training: float) -> float:
-    """Forwards of as many batches as are validated on: of what a step computes, a third."""
+    """Return the seconds of validation: forwards of its batches, each a third of a step's
+    computation.
+    """
     every = run.trainer.eval_interval
     t = run.trainer
     times = t.steps // every + (t.steps % every > 0) if every else 1
@@ -146,7 +148,7 @@ def _by_time(minutes: float | None, training: float) -> int:
 
 
 def _saving(run: RunConfig, save: float | None, training: float) -> float:
-    """Checkpoints, which a run waits for; 0 where nobody knows how long they take."""
+    """Return the seconds of checkpoints, which a run waits for; 0 if their time is unknown."""
     c = run.checkpoint
     steps = run.trainer.steps
     if save is None:

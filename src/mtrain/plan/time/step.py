@@ -62,13 +62,13 @@ class StepTime:
     """
     tokens_per_second_per_device: float
     mfu: float
-    """Of the peak of the format that linear layers multiply in, with causal attention and the
-    gradients of what is trained.
+    """Share of the peak of the format in which linear layers multiply, with causal attention and
+    the gradients of trained weights.
     """
     mfu_all_keys: float
     """The same with attention to every key."""
     missing: tuple[str, ...] = ()
-    """What has to be known first."""
+    """Facts of the device that have to be known first."""
 
     @property
     def known(self) -> bool:
@@ -90,7 +90,7 @@ class StepWork:
     """Bytes from a stage to the next."""
     grid: RankGrid
     matrices: tuple[Mapping[Matrix, int], ...] = ()
-    """What the update takes whole of each stage, where it does."""
+    """Matrices of each stage that the update needs whole."""
 
 
 def step_time(run: RunConfig, reached: Efficiencies | None = None) -> StepTime:

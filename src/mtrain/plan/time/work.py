@@ -36,9 +36,9 @@ class Linear:
 
     product: Product
     low: bool
-    """In the low precision of the run."""
+    """True if the product is in the low precision of the run."""
     grouped: bool
-    """Of experts, one product for each."""
+    """True for a layer of experts, with one product for each."""
     factors: Factors = "weights"
 
 
@@ -55,7 +55,7 @@ class Pairs:
 
 
 Kind = Literal["linear", "low", "experts", "experts_low", "attention", "dispatch", "other"]
-"""Of an operation, by what the host does to start it."""
+"""Kinds of operations, by the host's work to launch them."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Calls:
     """The kernels that an operation launches on top of its first."""
 
     products: int = 0
-    """Of experts, one for each."""
+    """Products of experts, one for each."""
     casts: int = 0
     """Operands that are brought to low precision, where a run has one."""
 
@@ -77,7 +77,7 @@ class Work:
     attends: Counter[Pairs] = field(default_factory=Counter)
     attends_back: Counter[Pairs] = field(default_factory=Counter)
     exchanges: Counter[tuple[Exchange, Linear | None]] = field(default_factory=Counter)
-    """With the product of the same operation, behind which an exchange may run."""
+    """Messages, each with the product of the same operation, which it may overlap."""
     moved: float = 0.0
     """Bytes of memory-bound operations."""
     operations: int = 0
@@ -85,7 +85,7 @@ class Work:
     forwards: Counter[Kind] = field(default_factory=Counter)
     """Operations by kind, in the forward."""
     again: Counter[Kind] = field(default_factory=Counter)
-    """Those that are done once more in the backward."""
+    """Operations that the backward recomputes."""
     order: list[tuple[Work, int]] = field(default_factory=list)
     """Its parts in the order of the forward, each with how often it follows itself; empty: it is
     one part.
@@ -97,7 +97,7 @@ class Work:
     mixtures: int = 0
     """Passes through a mixture of experts."""
     fixed: int = 0
-    """Of them those whose shapes are known before."""
+    """Passes among them whose shapes are known in advance."""
 
     def add(self, other: Work, times: int) -> None:
         """Add the work of another, so many times."""

@@ -80,7 +80,7 @@ class Pieces:
 
     first: Piece
     layers: Piece
-    """Of all layers before each one, and of all."""
+    """Cumulative pieces of the layers: before each one, and of all."""
     behind: Piece
     """Multi-token prediction, output layer and loss."""
     twice: Piece
@@ -142,16 +142,15 @@ class Flow:
 
     seconds: float
     computes: float
-    """Of them, in which the slowest rank has work."""
+    """Seconds in which the slowest rank has work."""
     micro: float
-    """Of them, for one micro-batch."""
+    """Seconds of one micro-batch."""
     weights: tuple[float, float]
     """Elements of that rank, of experts and of others."""
     least: tuple[float, float]
     """The fewest of any rank."""
     ranks: tuple[tuple[float, float, float], ...]
-    """Of ranks that may need the most memory: bytes in flight, elements of experts and of others.
-    """
+    """Ranks that may need the most memory: bytes in flight, elements of experts and of others."""
 
 
 class Costs:
@@ -348,8 +347,8 @@ class Costs:
         return ranks - self.pieces(run).twice if p.pp == 1 else ranks
 
     def _in_flight(self, run: RunConfig, rank: int, number: int) -> npt.NDArray[np.int64]:
-        """Micro-batches of each chunk that a pipeline rank has in flight, where every chunk keeps
-        as much.
+        """Return the micro-batches of each chunk that a pipeline rank has in flight, if every chunk
+        keeps as much.
         """
         p = run.parallel
         key = p.pp, p.vpp, rank, number

@@ -45,7 +45,7 @@ class Layout:
     """The keys that were chosen."""
     time: StepTime
     memory: StageMemory
-    """Of the rank that has the most."""
+    """Memory of the rank that needs the most."""
 
     @property
     def seconds(self) -> float:
@@ -87,7 +87,7 @@ class Found:
     wrong: bool = False
     """A rule is broken that no layout decides."""
     nearest: Layout | None = None
-    """Where nothing fits: the one that needs the least memory, of those that were looked at."""
+    """The layout that needs the least memory of those examined, if nothing fits."""
 
 
 @dataclass(frozen=True)
@@ -136,17 +136,17 @@ class _Node:
     """A layout as far as it is chosen."""
 
     before: RunConfig
-    """With what was chosen before `more`."""
+    """The run with all choices before `more`."""
     chosen: Change
     more: Change
-    """What was chosen last."""
+    """The last choice."""
     axis: int
-    """How many axes are chosen."""
+    """Number of axes that are chosen."""
     bounded: bool = False
-    """Of a pipeline: rules keep it, and its bound is that of its own stages."""
+    """True for a pipeline that rules accept, and whose bound is that of its own stages."""
     ways: _Ways | None = None
     way: int = 0
-    """Which of them is next; those before it did not fit."""
+    """Index of the next of them to try; those before it did not fit."""
     planned: Layout | None = None
 
     @cached_property
@@ -219,7 +219,7 @@ class Search:
         heapq.heappush(self.heap, (seconds, self.looked_at, node))
 
     def _go_on(self, node: _Node) -> None:
-        """Chooses the next axis, or plans what is chosen."""
+        """Choose the next axis, or plan a complete choice."""
         if node.axis == len(AXES):
             self._plan(node)
         elif node.axis == STATE:

@@ -111,7 +111,7 @@ LEAST_LENGTH = 1024
 
 
 def changed(run: Run, change: Mapping[str, Any]) -> Run:
-    """`run` with keys set to values of their types; none of them is validated."""
+    """Return `run` with keys set to values of their types; none of them is validated."""
     sections: dict[str, Change] = {}
     for key, value in change.items():
         section, _, name = key.partition(".")
@@ -172,7 +172,9 @@ class Space:
         return any(self._refuses(rule, run) for rule in self._rules[axis])
 
     def _refuses(self, rule: Rule, run: RunConfig) -> bool:
-        """Asked once for all runs that have the same in what is chosen and read."""
+        """Return whether a rule refuses a run; ask it once for all runs with the same choices and
+        values that it reads.
+        """
         answers, keys = self._answers[rule]
         values = tuple([getattr(section(run), name) for section, name in keys])
         if values not in answers:
@@ -355,7 +357,7 @@ def _modules(run: RunConfig) -> list[tuple[str, ...]]:
 
 
 def chunks(layers: int, pp: int) -> list[int]:
-    """Virtual stages of a rank: as many as there are for a few layers in each."""
+    """Return the numbers of virtual stages of a rank that give each a few layers."""
     if pp == 1:
         return [1]
     sizes = (1, 2, 3, 4, 5, 6, 8, 12, 16)

@@ -57,15 +57,15 @@ class State:
     arguments: list[Value] | Gap = field(default_factory=list)
     """`$1`, `$2`, ..."""
     called: bool = False
-    """Whether the arguments are those of a call in the script, all of them known."""
+    """True if the arguments are those of a call in the script, all of them known."""
     lost: Gap | None = None
     """The statement that may have set any variable that is not set here."""
     splits: bool = True
-    """Whether words are split at spaces, as they are until IFS is set."""
+    """True while words are split at spaces, until IFS is set."""
     ended: bool = False
-    """Whether the statements after this place do not run."""
+    """True if the statements after this place do not run."""
     moved: bool = False
-    """Whether the script has left the folder in which it began."""
+    """True if the script has left the folder in which it began."""
 
     def copy(self) -> State:
         """Return a copy that can change independently."""

@@ -18,7 +18,7 @@ class Gap:
     why: str
     """The end of a sentence that begins with `text`."""
     absent: bool = False
-    """Whether the text is empty unless the environment, or an argument of the script, sets it."""
+    """True if the text is empty unless the environment, or an argument of the script, sets it."""
     words: tuple[Word, ...] | None = None
     """All words that it may add, if they are known."""
 

@@ -51,7 +51,7 @@ class Call:
     where: str
     """`file:line`."""
     conditional: bool = False
-    """Whether it runs only under a condition, in a loop, or in a function that nothing calls."""
+    """True if it runs only under a condition, in a loop, or in a function that nothing calls."""
 
 
 @dataclass

@@ -40,9 +40,9 @@ class Branches:
     """Statements that run in any case: the first condition."""
     bodies: list[list[Node]]
     whole: bool
-    """Whether one of the bodies certainly runs."""
+    """True if one of the bodies certainly runs."""
     expected: bool = False
-    """Whether the body is meant to run, as after `cd FOLDER &&`."""
+    """True if the body is meant to run, as after `cd FOLDER &&`."""
 
 
 @dataclass

@@ -45,7 +45,9 @@ LENGTH = "length"
 END = "end of text"
 STOP = "stop"
 ENDINGS = (LENGTH, END, STOP)
-"""Why a continuation ended: it has all its tokens, an end-of-text token, or a text of `stop`."""
+"""Reasons for the end of a continuation: it has all its tokens, an end-of-text token, or a text of
+`stop`.
+"""
 
 
 @dataclass
@@ -75,9 +77,11 @@ class Texts:
     texts: tuple[Written, ...]
     seconds: float
     no_cache: str = ""
-    """Why keys and values were recomputed for every token; empty: they were cached."""
+    """Reason why keys and values were recomputed for every token; empty: they were cached."""
     no_graph: str = ""
-    """Why the steps of single tokens were not captured, on a device that captures; else empty."""
+    """Reason why the steps of single tokens were not captured, on a device that captures; else
+    empty.
+    """
     steady_tokens_per_s: float | None = None
     """The speed of single tokens over all prompts once everything is compiled and captured; None:
     there were too few, or the host took part in each.

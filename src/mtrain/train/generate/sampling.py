@@ -36,8 +36,8 @@ def noise_of(vocabulary: int, generator: torch.Generator) -> Tensor:
 
 
 def limited(logits: Tensor, sampling: Sampling) -> Tensor:
-    """`logits` [..., vocabulary] with minus infinity where top_k, then top_p (arXiv:1904.09751),
-    then min_p (arXiv:2407.01082) leave a token out; the most likely one always stays.
+    """Return `logits` [..., vocabulary] with minus infinity for tokens that top_k, then top_p
+    (arXiv:1904.09751), then min_p (arXiv:2407.01082) leave out; the most likely one always stays.
     """
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(

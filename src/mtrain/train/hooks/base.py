@@ -24,7 +24,7 @@ class Hook:
     """
 
     collective = False
-    """Whether it communicates.
+    """True if the hook communicates.
 
     Ranks wait for each other in such a hook, so its error on one rank ends the run; an error of any
     other hook is a warning, and the run goes on without that hook.

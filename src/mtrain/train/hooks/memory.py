@@ -14,7 +14,7 @@ from mtrain.train.loop.context import TrainContext
 from mtrain.world.init import World
 
 PEAKS_S = 10.0
-"""How long rank 0 waits for the memory peaks of the other ranks."""
+"""Time that rank 0 waits for the memory peaks of the other ranks."""
 
 
 class Memory(Hook):

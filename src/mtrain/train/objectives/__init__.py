@@ -48,7 +48,7 @@ class Objective:
     """
 
     reads_logits = False
-    """Whether `loss` computes its losses from logits, instead of taking those of the model.
+    """True if `loss` computes its losses from logits, instead of taking those of the model.
 
     This rank's columns of all logits then exist at once, as with `kernels.loss=megatron`.
     """

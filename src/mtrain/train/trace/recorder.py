@@ -29,11 +29,9 @@ aten = torch.ops.aten
 OWN = "mtrain"
 """Operations that `mtrain_kernels` registers."""
 WITHOUT_SCORES = ("mtrain::attention", "mtrain::attention_backward")
-"""Those of them that have no inside but a kernel's: what they read and make is all that there is.
-"""
+"""Operations of ours that are single kernels: they hold no memory but what they read and make."""
 PARTS = ("weights", "gradients", "optimizer", "other", "activations", "recompute", "temporary")
-"""What a storage is: `other` was there before the step, `temporary` is what autograd does not keep.
-"""
+"""Kinds of storages: `other` existed before the step, `temporary` is not saved by autograd."""
 HOST = "host"
 """A part that is not in the memory of the device."""
 MOST_REAL = 1 << 22
@@ -73,7 +71,7 @@ class _Life:
     bytes: int
     part: str
     saved: int = 0
-    """How many saved tensors hold it."""
+    """Number of saved tensors that hold it."""
 
 
 @dataclass

@@ -47,7 +47,7 @@ class Passed:
 
     @property
     def module(self) -> str:
-        """Name of the module."""
+        """Return the name of the module."""
         return self.key.partition(" ")[0]
 
 
@@ -57,7 +57,7 @@ class Difference:
 
     module: str
     what: str
-    """In words, what differs and what before it does not."""
+    """Description of the outputs that differ, and of the earlier ones that do not."""
     way: str
     step: int
     error: float
@@ -208,8 +208,8 @@ def _part(
 
 
 def _expert_sums(entries: list[Entry]) -> np.ndarray | None:
-    """Sums over all rows of each expert [experts, features]; None where ranks hold
-    other features.
+    """Return the sums over all rows of each expert [experts, features]; None if ranks hold other
+    features.
     """
     facts, event, _ = entries[0]
     width = {values.shape[1:] for _, _, values in entries}
