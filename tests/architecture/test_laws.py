@@ -20,7 +20,6 @@ SOURCE = ROOT / "src/mtrain"
 KERNELS = ROOT / "kernels/mtrain_kernels"
 
 LAYERS = {
-    "codes": -1,
     "errors": 0,
     "processes": 0,
     "units": 0,

@@ -22,8 +22,7 @@ from mtrain.config.messages.keys import (
     when_of,
 )
 from mtrain.config.messages.suggestions import accepts
-from mtrain.config.resolve.condition import condition
-from mtrain.config.resolve.conditional import CONDITIONAL
+from mtrain.config.resolve.conditional import CONDITIONAL, condition
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.config.schema.model import GATED

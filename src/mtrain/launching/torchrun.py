@@ -21,9 +21,8 @@ from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, TrainingError, say
 from mtrain.launching import folder, matmul
-from mtrain.launching.causes import environment_fault
 from mtrain.launching.child_process import prepare
-from mtrain.launching.worker import describe, enter, leave, revive
+from mtrain.launching.worker import describe, enter, environment_fault, leave, revive
 from mtrain.world import launchers
 from mtrain.world.rank_env import LAUNCHER
 

@@ -21,7 +21,7 @@ from mtrain.config.schema.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
-from mtrain.plan.weights import matrices, update_of
+from mtrain.plan.states import matrices, update_of
 
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")

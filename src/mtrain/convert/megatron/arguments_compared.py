@@ -16,8 +16,14 @@ from typing import Any
 from mtrain.config.messages.keys import effect_of, key_of, schema_keys
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.megatron.arguments import NO_ARGUMENT, Difference, is_whole
-from mtrain.convert.megatron.rope_scaling import as_rope, scaling_arguments, scaling_differences
+from mtrain.convert.megatron.arguments import (
+    NO_ARGUMENT,
+    Difference,
+    as_rope,
+    is_whole,
+    scaling_arguments,
+    scaling_differences,
+)
 from mtrain.recipes.huggingface.exporter import TRAINING
 from mtrain.recipes.megatron.arguments import Arguments, Entry
 from mtrain.recipes.megatron.entries import default_of

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from mtrain.config.messages.keys import choices_of, field_of, when_of
-from mtrain.config.resolve.condition import Condition, condition
+from mtrain.config.resolve.conditional import Condition, condition
 from mtrain.config.schema.base import SCHEMA_DEFAULT, Flag
 from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
 
