@@ -85,7 +85,7 @@ def test_schema_keys_flag_is_declared_once() -> None:
     flags = [flag for entry in table() for flag in entry.flags]
     assert len(flags) == len(set(flags))
     assert not OTHERS.keys() & set(flags), (
-        "it has a key now: take it out of recipes/megatron/flags_unmapped.py"
+        "it has a key now: take it out of recipes/megatron/flags_unmapped.yaml"
     )
     assert all(flag.startswith("--") for flag in flags)
 
