@@ -1,5 +1,7 @@
 """`plan --calibrate`: the rates of a kind of machine from measured steps and kernels, as a choice
 of `cluster`.
+
+Measurements are run folders, files of measured rows, and results of kernels/bench/run.py.
 """
 
 from __future__ import annotations

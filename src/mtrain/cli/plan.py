@@ -1,5 +1,5 @@
-"""`plan`: parameters, operations, memory and time of a configuration, counted in about a second;
-without torch.
+"""`plan`: parameters, operations, memory and time of a configuration, counted in about a second,
+and a comparison with the values that a run measured; without torch.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.origins import is_provided
 from mtrain.config.compose.paths import recipes_dir
-from mtrain.config.compose.provided import is_provided
 from mtrain.config.messages.suggestions import default_choices
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page, visible

@@ -210,7 +210,7 @@ def settled(
     Raises:
         ConfigError: there is no such layout.
     """
-    from mtrain.plan.fitted import fitted
+    from mtrain.plan.fits import fitted
 
     composed, why = _with_layout(composed, machine, world_size)
     raw, more = fitted(composed.run, machine, world_size)

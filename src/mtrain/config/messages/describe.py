@@ -1,4 +1,6 @@
-"""Keys in words, derived from the schema: their type, default, condition and effect."""
+"""Keys in words, derived from the schema: their type, default, condition and effect, and the text
+below each field, read from the source on demand.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ from mtrain.convert.megatron.arguments import (
     scaling_differences,
 )
 from mtrain.recipes.huggingface.exporter import TRAINING
-from mtrain.recipes.megatron.arguments import Arguments, Entry
-from mtrain.recipes.megatron.entries import default_of
+from mtrain.recipes.megatron.arguments import Arguments, Entry, default_of
 from mtrain.recipes.megatron.flags_unmapped import NO_SUCH_PART, OTHERS
 from mtrain.recipes.megatron.reading import read_flags
 from mtrain.recipes.megatron.table import flags_of, table

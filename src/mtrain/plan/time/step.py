@@ -21,8 +21,7 @@ from mtrain.plan.states import Matrix, matrices_of, stage_weights
 from mtrain.plan.time.device import MICRO, Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.host import Span, queued, there_and_back, waiting
-from mtrain.plan.time.kernels import Kernels
-from mtrain.plan.time.links import Group, Links
+from mtrain.plan.time.kernels import Group, Kernels, Links
 from mtrain.plan.time.update import done_once, gradient_bytes, matrix_seconds
 from mtrain.plan.time.work import BACKWARD_MOVES, Linear, Work, total
 

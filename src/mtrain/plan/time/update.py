@@ -18,8 +18,7 @@ from mtrain.models.graph import FP32, Exchange, Product
 from mtrain.plan.states import Matrix, fsdp_shards, main_weight_bytes, shared_out, update_of
 from mtrain.plan.time.device import GIGA, MICRO, Device
 from mtrain.plan.time.efficiencies import Efficiencies
-from mtrain.plan.time.kernels import Kernels
-from mtrain.plan.time.links import Group, Links, Share
+from mtrain.plan.time.kernels import Group, Kernels, Links, Share
 from mtrain.plan.time.work import Linear
 
 # Elements of equal matrices in one batched product, as `BATCH` of

@@ -12,8 +12,18 @@ from typing import Any
 from mtrain.config.messages.keys import choices_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.bert.config import BertConfig
-from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import conditional_switch, one, section, spelled, words_of
+from mtrain.recipes.megatron.arguments import (
+    Arguments,
+    Draft,
+    Entry,
+    Values,
+    conditional_switch,
+    one,
+    section,
+    spelled,
+    whole,
+    words_of,
+)
 from mtrain.recipes.shell.arithmetic import pattern_of
 
 ACTIVATIONS = {

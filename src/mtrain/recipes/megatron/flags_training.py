@@ -8,8 +8,16 @@ import re
 from mtrain.config.resolve.batches import Stage, linear, samples_of, steps_within
 from mtrain.config.schema.model import VOCAB_MULTIPLE
 from mtrain.errors import ConfigError, Problem
-from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import always, one, spelled
+from mtrain.recipes.megatron.arguments import (
+    Arguments,
+    Draft,
+    Entry,
+    Values,
+    always,
+    one,
+    spelled,
+    whole,
+)
 
 # keys of the training data; those of the other splits follow
 SOURCES = tuple(f"data.{key}" for key in ("path", "blend", "blend_weights"))
