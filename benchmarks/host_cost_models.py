@@ -253,8 +253,8 @@ def megatron(run: Any, world: Any) -> Contender:
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    from mtrain.assembly.model import transformer_config
     from mtrain.assembly.optim import build_optimizer
-    from mtrain.assembly.transformer import transformer_config
     from mtrain.config.engine.core_fields import DDP_FIELDS, GPT_FIELDS, values
     from mtrain.mcore import api
     from mtrain.mcore.adapter.op_overrides import override_operations

@@ -32,7 +32,7 @@ import plan_time_rows as published
 import yaml
 from plan_time_software import described
 
-from mtrain.plan.time import accuracy
+from mtrain.plan.time import report
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import FILE, Efficiencies
 from mtrain.plan.time.step import StepTime, StepWork, priced, step_work
@@ -399,7 +399,7 @@ def kinds_in(cases: Sequence[Case], errors: Sequence[float]) -> dict[str, dict[s
     by_kind = {"one device": ("runs of mtrain, each left out of the fit", apart)}
     of = "published runs of software that no fit saw"
     for case, wrong in zip(cases, errors, strict=True):
-        kind = accuracy.kind_of(case.measured.run)
+        kind = report.kind_of(case.measured.run)
         if kind != "one device":
             # of seconds, not of rates
             by_kind.setdefault(kind, (of, []))[1].append(abs(1 / (1 + wrong) - 1))
@@ -507,7 +507,7 @@ def main() -> int:
         MEGATRON: {key: _rounded(value) for key, value in asdict(own).items()}
     }
     if options.write:
-        accuracy.FILE.write_text(
+        report.ACCURACY_FILE.write_text(
             ACCURACY_HEAD + yaml.safe_dump(accuracy_in(results), sort_keys=False)
         )
         FILE.write_text(HEAD + yaml.safe_dump(saved(theta), sort_keys=False, width=116))

@@ -35,9 +35,8 @@ from mtrain.config.rules import findings
 from mtrain.errors import MtrainError
 from mtrain.plan.rank import worst_stage
 from mtrain.plan.time import step_time
-from mtrain.plan.tune.choose import search
+from mtrain.plan.tune.choose import reason, search
 from mtrain.plan.tune.search import SPARE, Layout
-from mtrain.plan.tune.words import reason
 from mtrain.units import GIB
 
 OOM = published.ROOT / "benchmarks" / "data" / "published_oom.csv"

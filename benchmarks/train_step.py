@@ -249,8 +249,8 @@ def core_step(run: Any, world: Any, chunk: Any) -> Step:
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    from mtrain.assembly.model import transformer_config
     from mtrain.assembly.optim import build_optimizer, build_schedule
-    from mtrain.assembly.transformer import transformer_config
     from mtrain.config.engine.core_fields import DDP_FIELDS, GPT_FIELDS, values
     from mtrain.mcore import api
     from mtrain.mcore.state.local_params import unwrap

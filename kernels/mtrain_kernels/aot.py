@@ -38,7 +38,6 @@ SHARED_LIMIT = {
     90: 227 * 1024,
     100: 227 * 1024,
 }
-REGISTER_LIMIT = 255
 # Spilled bytes per thread that are accepted: they come from a row of 16,384 columns.
 SPILLS = {("wide_backward_kernel", 100): 16}
 

@@ -54,7 +54,7 @@ def test_launcher_verbs_load_without_torch() -> None:
         *(f"mtrain.cli.{verb}" for verb in implemented),
         "mtrain.cli.verbs",
         "mtrain.launching.local",
-        "mtrain.launching.machine",
+        "mtrain.launching.torchrun",
     ]
     program = (
         f"import sys, {', '.join(names)}; print([m for m in ('torch', 'megatron', 'numpy') if m in"

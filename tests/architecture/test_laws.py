@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from mtrain.config.messages.docs import documented
+from mtrain.config.messages.describe import documented
 from tests.architecture.sources import ROOT, nodes_of, text_of, tree_of
 
 SOURCE = ROOT / "src/mtrain"
 KERNELS = ROOT / "kernels/mtrain_kernels"
 
 LAYERS = {
-    "codes": -1,
     "errors": 0,
     "processes": 0,
     "units": 0,

@@ -26,8 +26,7 @@ from mtrain.plan.count import parameters
 from mtrain.recipes.delta import section
 from mtrain.recipes.huggingface.config_file import Json
 from mtrain.recipes.huggingface.exporter import TRAINING, same_model
-from mtrain.recipes.huggingface.importer import import_config, kind_of
-from mtrain.recipes.huggingface.kinds import KINDS
+from mtrain.recipes.huggingface.importer import KINDS, import_config, kind_of
 from mtrain.recipes.imported import Imported
 
 FACTS: dict[str, Json] = json.loads((Path(__file__).parent / "public_configs.json").read_text())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mtrain.config.engine import release
-from mtrain.config.schema.activation_offload import ActivationOffloadConfig
+from mtrain.config.schema.parallel import ActivationOffloadConfig
 from mtrain.config.schema.run import RunConfig
 from tests.support import tiny
 from tests.support.covering import some

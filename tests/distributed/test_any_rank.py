@@ -12,8 +12,7 @@ from mtrain.api import load
 from mtrain.config.compose.paths import recipes_dir
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import RankGrid, held_stages
 from mtrain.models.count import frozen_parameters
 from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.plan.states import stage_weights

@@ -12,7 +12,7 @@ import pytest
 
 from mtrain.config.compose.composer import compose
 from mtrain.config.engine import core_fields
-from mtrain.config.engine.fields import is_there
+from mtrain.config.engine.release import is_there
 from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP
 
@@ -48,7 +48,7 @@ def owners() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 @pytest.mark.parametrize("argv", ARGUMENTS, ids=lambda words: " ".join(words) or "default")
 def test_core_fields_built_config_holds_table_values(argv: list[str]) -> None:
-    from mtrain.assembly.transformer import MADE, transformer_config
+    from mtrain.assembly.model import MADE, transformer_config
     from mtrain.devices import registry
 
     run = resolve(compose(argv).run, LAPTOP)

@@ -12,9 +12,8 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.engine import release
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import check
-from mtrain.config.schema.activation_offload import ActivationOffloadConfig
 from mtrain.config.schema.model import MoEConfig
-from mtrain.config.schema.parallel import RecomputeConfig
+from mtrain.config.schema.parallel import ActivationOffloadConfig, RecomputeConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.megatron.exporter import export_words
 from mtrain.recipes.megatron.importer import import_texts
@@ -46,7 +45,7 @@ def _taken(runs: list[RunConfig]) -> list[dict[str, Any] | str]:
     """Return megatron-core's configuration of each run, or the reason why there is none."""
 
     def job() -> list[dict[str, Any] | str]:
-        from mtrain.assembly.transformer import transformer_config
+        from mtrain.assembly.model import transformer_config
         from mtrain.devices import registry
 
         out: list[dict[str, Any] | str] = []

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mtrain.config.engine import core_fields, release
-from mtrain.config.engine import fields as field_facts
-from mtrain.config.engine.fields import FIELD_VERSIONS, is_there
+from mtrain.config.engine import release as field_facts
+from mtrain.config.engine.release import FIELD_VERSIONS, is_there
 from mtrain.config.messages.fields_page import fed
 
 

@@ -71,7 +71,7 @@ def test_engine_formats_recipe_is_set(name: str) -> None:
     )
 
     def job() -> dict[str, Any]:
-        from mtrain.assembly.transformer import transformer_config
+        from mtrain.assembly.model import transformer_config
         from mtrain.devices import registry
 
         _by_te()

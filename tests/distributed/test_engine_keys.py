@@ -62,7 +62,7 @@ def built(run: RunConfig) -> Any:
     """Return the simple values in megatron-core's configuration."""
 
     def job() -> dict[str, Any]:
-        from mtrain.assembly.transformer import transformer_config
+        from mtrain.assembly.model import transformer_config
         from mtrain.devices import registry
 
         held = vars(transformer_config(run, registry.get("cpu")))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtrain.api import load
-from mtrain.config.engine.fusions import operands_apart
+from mtrain.config.engine.kernels import operands_apart
 from mtrain.config.resolve.resolution import Machine
 from mtrain.models.rank import Rank
 from mtrain.plan.rank import stage_memories

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from mtrain.config.resolve.blocks import pattern
+from mtrain.config.resolve.stages import pattern
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import held_stages
 from mtrain.plan.count import adapter_parameters, parameters
-from mtrain.plan.weights import stage_weights
+from mtrain.plan.states import stage_weights
 from tests.distributed.test_builders import DEEPSEEK, built_as
 from tests.support.covering import some
 from tests.support.forked import run_ranks

@@ -46,7 +46,7 @@ def replicas_apart() -> None:
         )
         return DeviceMesh.from_group(part, device.type)
 
-    replace("mtrain.mcore.state.fsdp2", "_mesh", mesh)
+    replace("mtrain.mcore.state.fsdp", "_mesh", mesh)
 
 
 def held_back_until_the_last() -> None:
@@ -220,7 +220,7 @@ def test_known_bugs_balancing_loss_follows_key() -> None:
         )
 
         def job() -> float:
-            from mtrain.assembly.transformer import transformer_config
+            from mtrain.assembly.model import transformer_config
             from mtrain.config.engine import core_fields
             from mtrain.devices import registry
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from mtrain.config.schema.model import MoEConfig
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.stages import held_stages
-from mtrain.plan.weights import Matrix, matrices_of, shared_out, update_of
+from mtrain.layout.grid import RankGrid, held_stages
+from mtrain.plan.states import Matrix, matrices_of, shared_out, update_of
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, trained, whole_tensors

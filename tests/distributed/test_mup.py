@@ -107,7 +107,7 @@ def test_mup_factors_equal_megatron(name: str) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_mup_config_overrides
         from megatron.core.transformer import TransformerConfig
 
-        from mtrain.assembly.transformer import transformer_config
+        from mtrain.assembly.model import transformer_config
         from mtrain.devices import registry
 
         m = run.model

@@ -37,7 +37,7 @@ def _mlp_is_off_by(run: RunConfig) -> float:
     """
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
 
-    from mtrain.assembly.transformer import transformer_config
+    from mtrain.assembly.model import transformer_config
     from mtrain.devices import registry
     from mtrain.mcore import api
     from mtrain.mcore.layers.linear import ColumnLinear, RowLinear
@@ -74,7 +74,7 @@ def _experts_are_off_by(run: RunConfig) -> float:
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-    from mtrain.assembly.transformer import transformer_config
+    from mtrain.assembly.model import transformer_config
     from mtrain.devices import registry
     from mtrain.mcore.layers.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 
@@ -166,7 +166,7 @@ def test_named_activation_triton_computes_it() -> None:
     ]
 
     def kinds() -> list[str]:
-        from mtrain.assembly.transformer import transformer_config
+        from mtrain.assembly.model import transformer_config
         from mtrain.devices import registry
         from mtrain.mcore.layers.portable import Activation
 

@@ -61,10 +61,10 @@ def exact(run: RunConfig) -> RunConfig:
 
 def steps(run: RunConfig, fault: bool = False) -> list[tuple[float, float]]:
     def job() -> Any:
-        from mtrain.assembly import transformer
+        from mtrain.assembly import model
         from mtrain.mcore.layers.dispatch import SparseDispatcher
 
-        transformer.routes_by_lists = lambda _: True
+        model.routes_by_lists = lambda _: True
         if fault:
             right = SparseDispatcher._owners
             SparseDispatcher._owners = lambda self, rows: right(self, rows).roll(1)

@@ -15,12 +15,10 @@ from mtrain.api import load
 from mtrain.config.schema.model import MoEConfig
 from mtrain.errors import CorruptData
 from mtrain.launching import prove
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import RankGrid, held_stages
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.report import checkpoint_bytes
-from mtrain.plan.states import rank_states
-from mtrain.plan.weights import matrices_of, shared_out, update_of
+from mtrain.plan.states import matrices_of, rank_states, shared_out, update_of
 from tests.museum.exhibit import replace, seeded
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_ranks

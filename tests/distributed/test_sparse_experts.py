@@ -62,9 +62,9 @@ def run_of(name: str) -> RunConfig:
 
 def steps(run: RunConfig, lists: bool) -> list[tuple[float, float]]:
     def job() -> Any:
-        from mtrain.assembly import transformer
+        from mtrain.assembly import model
 
-        transformer.routes_by_lists = lambda _: lists
+        model.routes_by_lists = lambda _: lists
         return train_steps(run, 2)
 
     return run_ranks(run.parallel.ranks, job)[0]  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -381,3 +382,37 @@ def _compare_steps(
         result.note(
             "weights after the steps", name, tensor, after[name], after[name] - before[name]
         )
+
+
+def largest_difference(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
+) -> tuple[float, str]:
+    """Return the largest difference of a tensor as a share of the largest of its `scale`, which is
+    at least the share `floor` of the largest of all, and where it is.
+    """
+    assert ours.keys() == theirs.keys()
+    # a key's bias has no effect but rounding
+    least = floor * max(float(t.abs().max()) for t in scale.values())
+    sizes = {name: max(float(scale[name].abs().max()), least) for name in scale}
+    errors = {name: float((ours[name] - t).abs().max()) / sizes[name] for name, t in theirs.items()}
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
+
+
+def tensor_bytes(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each tensor of `model.safetensors`."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
+
+
+def adam_of(parameters: Iterable[Tensor], optim: Any) -> torch.optim.AdamW:
+    """Return torch's AdamW with the settings of `optim`, which decays matrices only."""
+    given = list(parameters)
+    groups = [
+        {"params": [p for p in given if p.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [p for p in given if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps)

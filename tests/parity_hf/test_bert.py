@@ -19,6 +19,7 @@ from mtrain.cli.main import main
 from mtrain.models.bert import hf
 from mtrain.models.gpt.torch_dist import one_name
 from mtrain.models.table import to_theirs
+from tests.parity_hf.compare import adam_of, largest_difference, tensor_bytes
 from tests.support.forked import run_alone, run_ranks
 
 PAD = 7
@@ -101,13 +102,6 @@ def _convert(*words: object) -> int:
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
-def _bytes(folder: Path) -> dict[str, bytes]:
-    from safetensors import safe_open
-
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
-
-
 def _loaded(run: Path, layout: str = "single") -> Any:
     from mtrain.api import load
 
@@ -162,14 +156,7 @@ def _theirs(kind: str, run: Path) -> dict[str, Any]:
     made = _model(kind)
     o = _loaded(run).optim
     named = dict(made.named_parameters())
-    matrices, others = (
-        [p for p in named.values() if (p.ndim > 1) == many] for many in (True, False)
-    )
-    groups = [
-        {"params": matrices, "weight_decay": o.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+    adam = adam_of(named.values(), o)
     out: dict[str, Any] = {
         "losses": [],
         "norms": [],
@@ -228,21 +215,6 @@ def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
     return to_theirs(hf.files(kind, model)[0], model, out)
 
 
-def _apart(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
-) -> tuple[float, str]:
-    """Return the largest difference of a tensor relative to the largest of its `scale`, which is at
-    least the share `floor` of the largest of all, and its name.
-    """
-    assert ours.keys() == theirs.keys()
-    # a key's bias has no effect but rounding
-    least = floor * max(float(t.abs().max()) for t in scale.values())
-    sizes = {name: max(float(scale[name].abs().max()), least) for name in scale}
-    errors = {name: float((ours[name] - t).abs().max()) / sizes[name] for name, t in theirs.items()}
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst
-
-
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_bert_two_steps_equal_transformers(
@@ -262,15 +234,15 @@ def test_bert_two_steps_equal_transformers(
             theirs["logits"].abs().max()
         )
     gradients = _as_theirs(tmp_path / "gradients/step_00000000", run)
-    error, where = _apart(gradients, theirs["gradients"], theirs["gradients"], 1e-2)
+    error, where = largest_difference(gradients, theirs["gradients"], theirs["gradients"], 1e-2)
     assert error <= 1e-5, where
     moved = {name: after - theirs["before"][name] for name, after in theirs["weights"].items()}
-    error, where = _apart(
+    error, where = largest_difference(
         _as_theirs(tmp_path / f"step_{STEPS:08d}", run), theirs["weights"], moved, 1.0
     )
     assert error <= 1e-4, where
     assert _convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
-    assert _bytes(tmp_path / "again") == _bytes(run.parent / "theirs")
+    assert tensor_bytes(tmp_path / "again") == tensor_bytes(run.parent / "theirs")
 
 
 def test_bert_pad_token_ignores_position(sides: Sides) -> None:
@@ -317,7 +289,7 @@ def test_bert_old_names_are_read_and_unwanted_heads_dropped(
     old = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
     assert _convert("import", old, tmp_path / "run", "model.bert.next_sentence=false") == 0
     assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
-    assert _bytes(tmp_path / "again") == _bytes(plain)
+    assert tensor_bytes(tmp_path / "again") == tensor_bytes(plain)
 
 
 @pytest.mark.full
@@ -333,7 +305,7 @@ def test_bert_both_heads_are_imported_despite_config(
     assert _convert("import", whole, tmp_path / "run") == 0
     assert load([f"run={tmp_path / 'run/run.yaml'}"]).run.model.bert.next_sentence
     assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
-    assert _bytes(tmp_path / "again") == _bytes(whole)
+    assert tensor_bytes(tmp_path / "again") == tensor_bytes(whole)
     assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == [
         "BertForPreTraining"
     ]
@@ -425,4 +397,4 @@ def test_bert_random_shape_round_trips_or_is_refused(seed: int, tmp_path: Path) 
     run_alone(lambda: getattr(transformers, name)(config).save_pretrained(tmp_path / "theirs"))
     assert _convert("import", tmp_path / "theirs", tmp_path / "run") == 0
     assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
-    assert _bytes(tmp_path / "again") == _bytes(tmp_path / "theirs")
+    assert tensor_bytes(tmp_path / "again") == tensor_bytes(tmp_path / "theirs")

@@ -20,7 +20,7 @@ import torch
 
 from mtrain.cli.main import main
 from mtrain.errors import CorruptData
-from mtrain.models.gpt import hf_files
+from mtrain.models.gpt import hf
 from mtrain.models.table import GATE_UP, TRANSPOSED, Entry, Operation, Table
 from tests.parity_hf import hf_reference
 from tests.parity_hf.drawn import FAMILIES, draw
@@ -226,9 +226,9 @@ def test_convert_mutated_table_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs_ = saved("llama 2", tmp_path / "theirs")
-    tables = hf_files.files
+    tables = hf.files
     monkeypatch.setattr(
-        hf_files,
+        hf,
         "files",
         lambda kind, model: tuple(map(_changed(MUTATIONS[name]), tables(kind, model))),
     )
@@ -249,14 +249,14 @@ def test_convert_extra_or_missing_layer_is_named(tmp_path: Path) -> None:
     names = set(open_folder(theirs_).tensors)
     with pytest.raises(CorruptData, match=r"nothing of ours is made of model\.layers\.2\.x"):
         match(
-            hf_files.files("llama", None),
+            hf.files("llama", None),
             _model(theirs_),
             _ours(theirs_),
             names | {"model.layers.2.x"},
         )
     lacking = names - {"model.layers.1.mlp.down_proj.weight"}
     with pytest.raises(CorruptData, match=r"model\.layers\.1\.mlp\.down_proj\.weight is missing"):
-        match(hf_files.files("llama", None), _model(theirs_), _ours(theirs_), lacking)
+        match(hf.files("llama", None), _model(theirs_), _ours(theirs_), lacking)
 
 
 def _model(folder: Path) -> Any:

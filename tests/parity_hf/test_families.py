@@ -139,7 +139,7 @@ def test_families_bf16_is_as_near_fp32_as_transformers(name: str) -> None:
 
 
 def test_families_all_have_cases_and_random_configs() -> None:
-    from mtrain.recipes.huggingface.kinds import KINDS
+    from mtrain.recipes.huggingface.importer import KINDS
 
     known = {name for name, kind in KINDS.items() if kind.family == "gpt"}
     assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TABLES.keys() == known

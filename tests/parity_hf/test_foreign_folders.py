@@ -16,8 +16,7 @@ from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError
 from mtrain.recipes.huggingface.exporter import config_json, differing, same_model
-from mtrain.recipes.huggingface.importer import import_config
-from mtrain.recipes.huggingface.kinds import KINDS
+from mtrain.recipes.huggingface.importer import KINDS, import_config
 from tests.parity_hf.families import CASES, GEMMA3, GLM4, MOE, QWEN2_MOE, QWEN_MOE, SIZES, V3
 from tests.parity_hf.test_convert import command, data_of, saved
 from tests.support.configs import LAPTOP

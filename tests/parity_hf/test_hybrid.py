@@ -18,6 +18,7 @@ from torch import Tensor
 from mtrain.cli.main import main
 from mtrain.models.hybrid import hf
 from mtrain.models.table import to_theirs
+from tests.parity_hf.compare import adam_of, largest_difference, tensor_bytes
 from tests.parity_hf.hf_reference import Biases
 from tests.support.forked import run_alone, run_ranks
 
@@ -164,13 +165,6 @@ def convert(*words: object) -> int:
     return int(run_alone(lambda: main(["convert", *map(str, words)])))
 
 
-def _bytes(folder: Path) -> dict[str, bytes]:
-    from safetensors import safe_open
-
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
-
-
 def _loaded(run: Path, layout: str = "single", *more: str) -> Any:
     from mtrain.api import load
 
@@ -231,14 +225,7 @@ def _theirs(name: str, run: Path) -> dict[str, Any]:
     named = dict(made.named_parameters())
     moved = found.model.moe.router_bias_update_rate if found.model.moe is not None else None
     biases = Biases(made, moved or 0.0)
-    matrices, others = (
-        [p for p in named.values() if (p.ndim > 1) == many] for many in (True, False)
-    )
-    groups = [
-        {"params": matrices, "weight_decay": o.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
+    adam = adam_of(named.values(), o)
     every = _tensors(made)
     out: dict[str, Any] = {
         "losses": [],
@@ -302,20 +289,6 @@ def _as_theirs(
     return {key: tensor for key, tensor in found.items() if key in layers}
 
 
-def _apart(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: dict[str, Tensor], floor: float
-) -> tuple[float, str]:
-    """Return the largest difference of a tensor relative to the largest of its `scale`, which is at
-    least the share `floor` of the largest of all, and its name.
-    """
-    assert ours.keys() == theirs.keys()
-    least = floor * max(float(t.abs().max()) for t in scale.values())
-    sizes = {name: max(float(scale[name].abs().max()), least) for name in scale}
-    errors = {name: float((ours[name] - t).abs().max()) / sizes[name] for name, t in theirs.items()}
-    worst = max(errors, key=lambda name: errors[name])
-    return errors[worst], worst
-
-
 def _differences(
     name: str, layout: str, sides: Sides, out: Path, *more: str, flaw: float = 0.0
 ) -> dict[str, tuple[float, str]]:
@@ -334,10 +307,12 @@ def _differences(
             "",
         )
     gradients = _as_theirs(name, out / "gradients/step_00000000", run, theirs["gradients"])
-    errors["gradients"] = _apart(gradients, theirs["gradients"], theirs["gradients"], 1e-2)
+    errors["gradients"] = largest_difference(
+        gradients, theirs["gradients"], theirs["gradients"], 1e-2
+    )
     moved = {name: after - theirs["before"][name] for name, after in theirs["weights"].items()}
     after = _as_theirs(name, out / f"step_{STEPS:08d}", run, theirs["weights"])
-    errors["weights"] = _apart(after, theirs["weights"], moved, 1.0)
+    errors["weights"] = largest_difference(after, theirs["weights"], moved, 1.0)
     return errors
 
 
@@ -352,7 +327,7 @@ def test_hybrid_two_steps_equal_transformers(
     errors = _differences(name, layout, sides, tmp_path)
     assert {what: found for what, found in errors.items() if found[0] > LIMITS[what]} == {}
     assert convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
-    assert _bytes(tmp_path / "again") == _bytes(sides(name)[0].parent / "theirs")
+    assert tensor_bytes(tmp_path / "again") == tensor_bytes(sides(name)[0].parent / "theirs")
 
 
 def test_hybrid_other_time_step_is_found(sides: Sides, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtrain.recipes.huggingface.kinds import KINDS
+from mtrain.recipes.huggingface.importer import KINDS
 
 TABLE = Path(__file__).resolve().parents[2] / "src/mtrain/recipes/huggingface/classes.json"
 INSIDE = ("clip_vision_model", "ministral")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtrain.codes import own_yaml
+from mtrain.errors import own_yaml
 
 FOLDER = Path(__file__).resolve().parents[1] / "tables"
 

@@ -22,7 +22,7 @@ import torch
 
 from mtrain.config.engine import release
 from mtrain.devices import registry
-from mtrain.mcore.adapter import code_cache, hook
+from mtrain.mcore.adapter import hook
 from mtrain.mcore.patches.apply import apply_patches
 from tests.support.tables import tables
 
@@ -233,10 +233,10 @@ def test_adapter_hook_removes_stale_cached_code(
     monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path))
     code = compile("1", "x.py", "exec")
     for name in ("old", "loaded"):
-        code_cache.store(name, code, {})
+        hook.store(name, code, {})
         os.utime(tmp_path / "code" / name, (0, 0))
-    assert code_cache.load("loaded") is not None
-    code_cache.store("new", code, {})
+    assert hook.load("loaded") is not None
+    hook.store("new", code, {})
     assert sorted(path.name for path in (tmp_path / "code").iterdir()) == ["loaded", "new"]
 
 
@@ -245,22 +245,22 @@ def test_adapter_hook_reads_code_only_from_private_files(
 ) -> None:
     monkeypatch.setenv("MTRAIN_CACHE", str(tmp_path))
     code = compile("1", "x.py", "exec")
-    code_cache.store("key", code, {"namespace": 1})
-    assert code_cache.load("key") == (code, {"namespace": 1})
+    hook.store("key", code, {"namespace": 1})
+    assert hook.load("key") == (code, {"namespace": 1})
     file = tmp_path / "code" / "key"
     file.chmod(0o666)
-    assert code_cache.load("key") is None
+    assert hook.load("key") is None
     file.chmod(0o600)
     (tmp_path / "code").chmod(0o777)
-    assert code_cache.load("key") is None
-    code_cache.store("other", code, {})
+    assert hook.load("key") is None
+    hook.store("other", code, {})
     assert not (tmp_path / "code" / "other").exists()
     (tmp_path / "code").chmod(0o700)
     file.write_bytes(b"no code")
-    assert code_cache.load("key") is None
+    assert hook.load("key") is None
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
-    assert code_cache.load("key") is None
+    assert hook.load("key") is None
 
 
 QUIET = """

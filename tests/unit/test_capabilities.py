@@ -17,7 +17,7 @@ from mtrain.config.engine import release as engine
 from mtrain.config.engine.capabilities import CAPABILITIES, Capability
 from mtrain.config.engine.release import Release
 from mtrain.config.messages.keys import choices_of, schema_keys
-from mtrain.config.resolve.condition import condition
+from mtrain.config.resolve.conditional import condition
 from mtrain.errors import ConfigError
 from mtrain.launching import folder
 from mtrain.recipes import lock

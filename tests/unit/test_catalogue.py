@@ -14,7 +14,7 @@ import pytest
 
 from mtrain.cli.main import main
 from mtrain.config.compose.origins import COMMAND_LINE
-from mtrain.config.compose.sweep import jobs
+from mtrain.config.compose.overrides import jobs
 from mtrain.config.messages.keys import is_content
 from mtrain.config.messages.suggestions import NOTHING, SWEPT
 from mtrain.config.messages.validate import whole

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.resolve.stages import Stage, parse_pipeline_layout, stages
 from mtrain.config.rules import apply
-from mtrain.layout.stages import embedding_stages, held_stages
+from mtrain.layout.grid import embedding_stages, held_stages
 from tests.support.configs import LAPTOP, tiny
 
 

@@ -144,7 +144,7 @@ def test_boxes_writers_import_no_torch() -> None:
     names += ["huggingface.reader", "huggingface.model", "megatron.reader"]
     text = (
         f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)},"
-        " mtrain.models.gpt.hf_files\n"
+        " mtrain.models.gpt.hf\n"
     )
     text += "import mtrain.models.t5.hf, mtrain.models.llava.hf, mtrain.models.bert.hf\n"
     done = subprocess.run(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.atomic_output import drafted
-from mtrain.convert import direct_file, prefetch
+from mtrain.convert import prefetch, safetensors_file
 from mtrain.convert.safetensors_file import Writer, read_header
 from mtrain.errors import BadEnvironment
 
@@ -65,7 +65,7 @@ def test_convert_killed_leftovers_are_removed(tmp_path: Path) -> None:
 def test_convert_disk_error_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(direct_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(os, "pwrite", fail)
 
     def write() -> None:
@@ -85,7 +85,7 @@ def test_convert_file_is_whole_for_any_block_size(
     """Write past the page cache; with `refused` the file system opens files so, but then does not
     write them.
     """
-    monkeypatch.setattr(direct_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 4096)
     pwrite = os.pwrite
     data = os.urandom(size)
 

@@ -14,7 +14,7 @@ import pytest
 
 from mtrain.cli.data import tokenize as tokenize_words
 from mtrain.cli.main import main
-from mtrain.config.disk.manifest import read_manifest
+from mtrain.config.disk.token_files import read_manifest
 from mtrain.data.preprocess import build, encoder, journal, readers, sources, tokenizers
 from mtrain.data.preprocess.sources import find_sources
 from tests.support.covering import some

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.disk.manifest import dump, read_manifest
+from mtrain.config.disk.token_files import dump, read_manifest
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import open_splits, prepare, same_data
 from mtrain.data.store import remote

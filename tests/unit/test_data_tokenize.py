@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from mtrain.cli.main import main
-from mtrain.config.disk.manifest import read_manifest
+from mtrain.config.disk.token_files import read_manifest
 from mtrain.data.preprocess import build, gigatoken, journal, sources
 from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.data.preprocess.record import splitter

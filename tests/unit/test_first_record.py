@@ -10,7 +10,7 @@ import pytest
 from mtrain.api import Loaded, load
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError
-from mtrain.loading import initial_weights
+from mtrain.loading import checkpoints
 from tests.support.configs import LAPTOP
 from tests.unit.test_start_from_weights import LLAMA, folder
 
@@ -56,7 +56,7 @@ def test_first_record_first_line_decides_chats(
         f"checkpoint.init_from={hf}",
     ]
     why: dict[str, str] = {}
-    data = resolve(initial_weights.composed(words).run, LAPTOP, why=why).data
+    data = resolve(checkpoints.composed(words).run, LAPTOP, why=why).data
     assert data.kind == kind
     if kind == "sft":
         assert why["data.kind"].endswith("the first line of data.path")

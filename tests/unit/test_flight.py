@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import Work
 
-from mtrain.world import flight, stacks, stall
+from mtrain.world import stacks, stall
 from mtrain.world.heartbeat import heartbeat, noting_waits, waiting
 from mtrain.world.stall import UNKNOWN, Calls, Status, name_straggler
 
@@ -79,7 +79,7 @@ def test_flight_entries_give_progress_of_each_group(version: str) -> None:
         entry("5", 9, "completed", started=False),  # nothing is timed
         *(entry("6", number, p2p=True) for number in (40, 41)),
     ]
-    assert flight.calls_of_entries(dump(*entries, version=version)) == {
+    assert stall.calls_of_entries(dump(*entries, version=version)) == {
         "0": Calls("group 0", 4, 3, 2),
         "5": Calls("group 5", 9, UNKNOWN, 9),
     }
@@ -87,20 +87,20 @@ def test_flight_entries_give_progress_of_each_group(version: str) -> None:
 
 def test_flight_retired_gloo_collective_has_ended() -> None:
     entries = [entry("1", 1, by="gloo"), entry("1", 2, "scheduled", by="gloo")]
-    assert flight.calls_of_entries(dump(*entries)) == {"1": Calls("group 1", 2, UNKNOWN, 1)}
+    assert stall.calls_of_entries(dump(*entries)) == {"1": Calls("group 1", 2, UNKNOWN, 1)}
 
 
 def test_flight_empty_dump_belongs_to_no_group() -> None:
-    assert flight.calls_of_entries(b"{}") == flight.calls_of_entries(dump(of_0=(3, 3, 3))) == {}
+    assert stall.calls_of_entries(b"{}") == stall.calls_of_entries(dump(of_0=(3, 3, 3))) == {}
 
 
 def test_flight_transfer_status_is_distinguished() -> None:
     groups = [
-        flight.Group(0, "0", "world", 7),
-        flight.Group(4, "11", "pipeline", 2),
-        flight.Group(9, "12", "tp", 0),
+        stall.Group(0, "0", "world", 7),
+        stall.Group(4, "11", "pipeline", 2),
+        stall.Group(9, "12", "tp", 0),
     ]
-    assert flight.calls_of_status(dump(of_0=(7, -1, 6), of_4=(80, -1, 79)), groups) == {
+    assert stall.calls_of_status(dump(of_0=(7, -1, 6), of_4=(80, -1, 79)), groups) == {
         "0": Calls("world", 7, UNKNOWN, 6),
         "11": Calls("pipeline", 2, UNKNOWN, UNKNOWN),
         "12": Calls("tp", 0, UNKNOWN, UNKNOWN),
@@ -228,29 +228,29 @@ def test_flight_watched_main_thread_waits_are_noted() -> None:
 
 
 @pytest.fixture
-def recorder() -> flight.Recorder:
-    return flight.Recorder(torch.device("cpu"), 3)
+def recorder() -> stall.Recorder:
+    return stall.Recorder(torch.device("cpu"), 3)
 
 
-def test_flight_without_recording_has_no_calls(recorder: flight.Recorder) -> None:
+def test_flight_without_recording_has_no_calls(recorder: stall.Recorder) -> None:
     recorder.of_others = None
     assert recorder.calls() == {}
 
 
 def test_flight_hanging_device_is_not_queried_for_nccl(
-    recorder: flight.Recorder, monkeypatch: pytest.MonkeyPatch
+    recorder: stall.Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     recorder.of_nccl = lambda *flags: asked.append(flags) or dump(of_2=(5, 5, 4))  # type: ignore[func-returns-value]
-    monkeypatch.setattr(recorder, "_groups", lambda: [flight.Group(2, "7", "tp", 5)])
+    monkeypatch.setattr(recorder, "_groups", lambda: [stall.Group(2, "7", "tp", 5)])
     assert recorder.calls() == {"7": Calls("tp", 5, 5, 4)}
     assert asked == [(False, False)]
 
 
 def test_flight_torch_thread_writes_nccl_record(
-    recorder: flight.Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorder: stall.Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(flight.PIPE, str(tmp_path / "pipe-"))
+    monkeypatch.setenv(stall.PIPE, str(tmp_path / "pipe-"))
     pipe = tmp_path / "pipe-3.pipe"
     os.mkfifo(pipe)
     recorder.write(tmp_path / "none.json")  # nobody reads: torch has ended its thread

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.config.engine.fusions import fusions
+from mtrain.config.engine.kernels import fusions
 from mtrain.config.rules import apply
 from mtrain.models.hybrid.config import HybridConfig
 from tests.support.runs import tiny_run

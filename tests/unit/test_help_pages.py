@@ -16,14 +16,12 @@ from mtrain.cli import evaluate, generate
 from mtrain.cli.command import Page, Subverbs, Verb
 from mtrain.cli.completion import SHELLS, candidates
 from mtrain.cli.explain import about
-from mtrain.cli.main import main
-from mtrain.cli.parsing import parse
+from mtrain.cli.main import main, parse
 from mtrain.cli.verbs import NAMES, commands
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
-from mtrain.config.compose.overrides import read_overrides
+from mtrain.config.compose.overrides import jobs, read_overrides
 from mtrain.config.compose.paths import choices_of_group, program
-from mtrain.config.compose.sweep import jobs
 from mtrain.config.messages.json_schema import KINDS
 from mtrain.config.messages.keys import field_of
 from mtrain.config.schema.run import GROUPS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.recipes.huggingface import classes
+from mtrain.recipes.huggingface import config_file
 from mtrain.recipes.huggingface.exporter import differing
 from mtrain.recipes.huggingface.importer import import_config
 from tests.parity_hf.families import CASES, MOE, NEOX, PHI3, QWEN_MOE, SIZES, V2, V3
@@ -44,10 +44,10 @@ def read(
 
 
 def test_hf_classes_table_equals_transformers_source() -> None:
-    version = json.loads(classes.TABLE.read_text())["transformers"]
+    version = json.loads(config_file.TABLE.read_text())["transformers"]
     if source.table()["transformers"] != version:
         pytest.skip(f"the table is of transformers {version}")
-    assert source.text() == classes.TABLE.read_text(), (
+    assert source.text() == config_file.TABLE.read_text(), (
         "python -m tests.support.hf_classes writes it again"
     )
 

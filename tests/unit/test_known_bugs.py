@@ -11,7 +11,7 @@ from mtrain.cli.main import main
 from mtrain.config.engine import release
 from mtrain.config.messages.codes import codes
 from mtrain.mcore.patches.apply import PATCHES
-from mtrain.mcore.patches.known_bugs import BROUGHT_BACK, KnownBug, known_bugs
+from mtrain.mcore.patches.patch import BROUGHT_BACK, KnownBug, known_bugs
 from tests.support.patch_cases import CASES
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import pytest
 
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, Preempted
-from mtrain.launching import child_process, machine, signals, start
+from mtrain.launching import child_process, signals, start, torchrun
 from mtrain.launching.supervise import Supervisor
 from mtrain.world.launchers import Launched
 from tests.support.configs import LAPTOP, tiny
@@ -159,11 +159,11 @@ def test_processes_remote_rank_is_not_bound_here(
         begun.append(environment)
         return start.fork(lambda: 0)
 
-    monkeypatch.setattr(machine, "execute", execute)
+    monkeypatch.setattr(torchrun, "execute", execute)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
     place = Launched("slurm", 0, 2, 0, 1, "first", 29500, machines=2)
-    assert machine._start(place, [], resolve(tiny(parallel__ranks=4), LAPTOP), 4, None) == 0
+    assert torchrun._start(place, [], resolve(tiny(parallel__ranks=4), LAPTOP), 4, None) == 0
     assert [found["RANK"] for found in begun] == ["0", "1"]
     assert [found["LOCAL_WORLD_SIZE"] for found in begun] == ["2", "2"]
     for found in begun:
@@ -178,9 +178,9 @@ def test_processes_remote_rank_is_not_bound_here(
 def test_processes_second_machine_repeats_first_line_by_line() -> None:
     port = free_port()
     first = Launched("slurm", 0, 2, 0, 1, "127.0.0.1", port, machines=2)
-    store = machine._serve(first, None, BadEnvironment("there is no GPU", "  fix: cluster=cpu"))
+    store = torchrun._serve(first, None, BadEnvironment("there is no GPU", "  fix: cluster=cpu"))
     with pytest.raises(BadEnvironment) as caught:
-        machine._share(replace(first, rank=1))
+        torchrun._share(replace(first, rank=1))
     assert str(caught.value).splitlines()[1] == "  fix: cluster=cpu"
     del store
 
@@ -188,9 +188,9 @@ def test_processes_second_machine_repeats_first_line_by_line() -> None:
 def test_processes_early_stopped_ranks_are_preempted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine, "execute", started)
+    monkeypatch.setattr(torchrun, "execute", started)
     place = Launched("slurm", 0, 2, 0, 1, "first", 29500, machines=2)
     assert (
-        machine._start(place, [], resolve(tiny(parallel__ranks=2), LAPTOP), 2, None)
+        torchrun._start(place, [], resolve(tiny(parallel__ranks=2), LAPTOP), 2, None)
         == Preempted.exit_code
     )

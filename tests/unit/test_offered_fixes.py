@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtrain.api import load
-from mtrain.cli.main import main
-from mtrain.cli.parsing import parse
+from mtrain.cli.main import main, parse
 from mtrain.config.compose import paths
 from mtrain.config.compose.paths import program
 from mtrain.errors import ConfigError, Problem

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtrain.api import load
-from mtrain.cli import measured_files
+from mtrain.cli import calibrate
 from mtrain.cli.main import main
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.cluster import ClusterConfig
@@ -145,7 +145,7 @@ def test_calibrate_growing_batch_steps_are_skipped(tmp_path: Path) -> None:
     assert first_full(run) == 6
     lines = [{"step": n, "step_s": 9.0 if n < 6 + FIRST_STEPS else 1.0} for n in range(1, 11)]
     (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ((_, one),) = measured_files.found([tmp_path]).runs
+    ((_, one),) = calibrate.found([tmp_path]).runs
     assert one.step_s == 1.0
 
 

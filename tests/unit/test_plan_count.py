@@ -13,11 +13,11 @@ from mtrain.config.schema.optim import UnresolvedOptim
 from mtrain.config.schema.parallel import UnresolvedParallel
 from mtrain.config.schema.precision import UnresolvedPrecision
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import held_stages
 from mtrain.models.count import Counts, counts
 from mtrain.models.weights import Weight
 from mtrain.plan import count
-from mtrain.plan.weights import stage_weights
+from mtrain.plan.states import stage_weights
 from tests.support.configs import LAPTOP
 
 LLAMA3_8B = ModelConfig(  # type: ignore[call-arg]

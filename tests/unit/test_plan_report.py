@@ -17,7 +17,7 @@ from mtrain.cli import plan
 from mtrain.config.compose.paths import choices_of_group, recipes_dir
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import held_stages
 from mtrain.models.graph import Graph, Tensor
 from mtrain.models.liveness import backwards
 from mtrain.models.rank import Rank
@@ -31,9 +31,8 @@ from mtrain.plan.count import (
     state_bytes,
 )
 from mtrain.plan.fits import cheapest, over
-from mtrain.plan.rank import PARTS, StageMemory, stage_memories
+from mtrain.plan.rank import PARTS, StageMemory, most_in_flight, stage_memories, turns
 from mtrain.plan.report import report
-from mtrain.plan.schedule import most_in_flight, turns
 from mtrain.plan.time.step import step_work
 from mtrain.units import GIB
 from tests.support.covering import some

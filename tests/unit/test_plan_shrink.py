@@ -21,7 +21,7 @@ from mtrain.config.schema.optimizer import Rotated
 from mtrain.errors import ConfigError
 from mtrain.plan.count import parameters
 from mtrain.plan.shrink import _sides, alone, differences, in_eight_bits, shrink
-from mtrain.plan.weights import update_of
+from mtrain.plan.states import update_of
 from tests.support.covering import some_recipes
 from tests.support.tables import tables
 

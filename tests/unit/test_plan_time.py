@@ -23,8 +23,7 @@ from mtrain.plan.rank import stage_memories
 from mtrain.plan.time import step_time
 from mtrain.plan.time.device import device_of
 from mtrain.plan.time.efficiencies import shipped
-from mtrain.plan.time.kernels import Kernels
-from mtrain.plan.time.links import Group, Links
+from mtrain.plan.time.kernels import Group, Kernels, Links
 from mtrain.plan.time.report import time_report
 from mtrain.plan.time.step import priced, step_work
 from mtrain.plan.time.work import Linear, Pairs

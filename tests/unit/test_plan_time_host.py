@@ -11,7 +11,7 @@ import pytest
 
 from mtrain.plan.time.device import device_of
 from mtrain.plan.time.efficiencies import own
-from mtrain.plan.time.host import Span, queued, repeated, waiting
+from mtrain.plan.time.host import Span, queued, waiting
 from mtrain.plan.time.step import StepWork, priced
 from mtrain.plan.tune.costs import Costs
 
@@ -36,7 +36,6 @@ def test_plan_time_queue_equals_kernels_in_order() -> None:
     for spans in (SPANS, SPANS[::-1], SPANS[:1], SPANS[1:2]):
         assert queued(spans) == pytest.approx(followed(spans), rel=2e-3)
     assert waiting(SPANS) == 5 + 6 + 4
-    assert repeated(SPANS, 4) == pytest.approx(followed(SPANS * 4), rel=2e-3)
 
 
 @cache

@@ -11,13 +11,12 @@ from mtrain.api import load
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import held_stages
 from mtrain.models.count import ALONE
 from mtrain.models.gpt.weights import latent
 from mtrain.plan.rank import stage_memories
-from mtrain.plan.states import rank_states
+from mtrain.plan.states import Matrix, matrices_of, rank_states, shared_out
 from mtrain.plan.time import step_time
-from mtrain.plan.weights import Matrix, matrices_of, shared_out
 
 BIG = Machine(cpu_cores=1 << 14, memory_bytes=1 << 60)
 LARGE = (

@@ -14,8 +14,7 @@ import pytest
 
 from mtrain.errors import ConfigError
 from mtrain.recipes.huggingface.config_file import ELSEWHERE, IRRELEVANT
-from mtrain.recipes.huggingface.importer import import_config
-from mtrain.recipes.huggingface.kinds import DECODERS, KINDS
+from mtrain.recipes.huggingface.importer import DECODERS, KINDS, import_config
 from mtrain.recipes.imported import Imported
 from tests.support.tables import tables
 

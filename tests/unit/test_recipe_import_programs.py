@@ -14,8 +14,8 @@ from mtrain.config.compose.composer import Rejected, compose
 from mtrain.errors import ConfigError
 from mtrain.recipes.delta import delta, recipe_text
 from mtrain.recipes.imported import Imported, name_of
+from mtrain.recipes.megatron.flags_training import ids_of
 from mtrain.recipes.megatron.importer import import_scripts, import_texts, read_texts
-from mtrain.recipes.megatron.vocabularies import ids_of
 from mtrain.recipes.megatron.yaml_configs import import_yaml
 from mtrain.recipes.secrets import names_secret
 from tests.support.tables import tables

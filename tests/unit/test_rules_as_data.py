@@ -21,7 +21,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from pydantic import ValidationError
 
-from mtrain.codes import Code, outside_rules
 from mtrain.config import rules as package
 from mtrain.config.compose.composer import compose
 from mtrain.config.families import configs
@@ -33,7 +32,7 @@ from mtrain.config.rules.finding import Finding
 from mtrain.config.rules.rule import Rule, rule
 from mtrain.config.schema.run import GROUPS, RunConfig, UnresolvedRun
 from mtrain.data.store.indexed import IndexedWriter, token_dtype
-from mtrain.errors import ConfigError
+from mtrain.errors import Code, ConfigError, outside_rules
 from tests.architecture.sources import text_of, tree_of
 from tests.support.catalogue import OWN_ROWS, ROWS
 from tests.support.configs import LAPTOP, MOE, tiny

@@ -20,8 +20,7 @@ from mtrain.config.messages.keys import (
     when_of,
 )
 from mtrain.config.messages.suggestions import accepts
-from mtrain.config.resolve.condition import condition
-from mtrain.config.resolve.conditional import CONDITIONAL
+from mtrain.config.resolve.conditional import CONDITIONAL, condition
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.rules import apply
 from mtrain.config.schema.model import GATED
@@ -84,7 +83,7 @@ def test_schema_keys_flag_is_declared_once() -> None:
     flags = [flag for entry in table() for flag in entry.flags]
     assert len(flags) == len(set(flags))
     assert not OTHERS.keys() & set(flags), (
-        "it has a key now: take it out of recipes/megatron/flags_unmapped.py"
+        "it has a key now: take it out of recipes/megatron/flags_unmapped.yaml"
     )
     assert all(flag.startswith("--") for flag in flags)
 

@@ -18,7 +18,7 @@ from mtrain.api import load
 from mtrain.cli.main import main
 from mtrain.config.compose.dump import run_yaml
 from mtrain.errors import ConfigError
-from mtrain.loading import initial_weights
+from mtrain.loading import checkpoints
 from mtrain.recipes.delta import unequal
 from tests.support.configs import LAPTOP, within_a_second
 from tests.support.launched import light
@@ -113,11 +113,11 @@ def test_start_model_of_run_comes_from_run_file(tmp_path: Path) -> None:
     words = ["model=llama_tiny", "model.num_layers=2", *OPTIONS.split()]
     (tmp_path / "first").mkdir()
     (tmp_path / "first/run.yaml").write_text(run_yaml(load(words, LAPTOP, {}).run))
-    found = initial_weights.composed([f"checkpoint.init_from={tmp_path}/first", *OPTIONS.split()])
+    found = checkpoints.composed([f"checkpoint.init_from={tmp_path}/first", *OPTIONS.split()])
     assert found.run.model.num_layers == 2
     assert found.origins["model.num_layers"].startswith(f"{tmp_path}/first/run.yaml:")
     (tmp_path / "first/checkpoints/step_00000001").mkdir(parents=True)
-    found = initial_weights.composed(
+    found = checkpoints.composed(
         [f"checkpoint.init_from={tmp_path}/first/checkpoints/step_00000001"]
     )
     assert found.run.model.num_layers == 2
@@ -200,10 +200,10 @@ def test_start_recipe_names_weights_not_model(
     text = (tmp_path / "r.yaml").read_text()
     assert "override /model" not in text
     assert "num_layers" not in text
-    expected = initial_weights.composed(words).run
-    assert unequal(initial_weights.composed(["recipe=r.yaml"]).run, expected) == []
+    expected = checkpoints.composed(words).run
+    assert unequal(checkpoints.composed(["recipe=r.yaml"]).run, expected) == []
     capsys.readouterr()
     assert main(["show", "--changed", *words]) == 0
     changed = [line.partition("  #")[0] for line in capsys.readouterr().out.splitlines()]
     assert "checkpoint.init_from=hf" in changed
-    assert unequal(initial_weights.composed(changed).run, expected) == []
+    assert unequal(checkpoints.composed(changed).run, expected) == []

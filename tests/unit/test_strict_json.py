@@ -14,7 +14,7 @@ from mtrain import strict_json
 from mtrain.cli.main import main
 from mtrain.cli.multirun import _row, _table
 from mtrain.config.compose.composer import compose
-from mtrain.config.compose.sweep import Job
+from mtrain.config.compose.overrides import Job
 from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP
 

@@ -12,8 +12,8 @@ import pytest
 from mtrain.cli.main import main
 from mtrain.cli.multirun import worst
 from mtrain.config.compose.composer import compose
+from mtrain.config.compose.overrides import MAX_RUNS, jobs
 from mtrain.config.compose.paths import choices_of_group, recipes_dir
-from mtrain.config.compose.sweep import MAX_RUNS, jobs
 from mtrain.errors import ConfigError
 
 LIKE_HYDRA = [

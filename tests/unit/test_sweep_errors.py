@@ -8,7 +8,7 @@ import pytest
 
 from mtrain.api import load
 from mtrain.cli.main import main
-from mtrain.config.compose.sweep import jobs
+from mtrain.config.compose.overrides import jobs
 from mtrain.errors import ConfigError, Problem
 from tests.support.configs import LAPTOP
 from tests.support.tables import tables

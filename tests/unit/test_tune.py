@@ -32,10 +32,9 @@ from mtrain.plan.time import step, step_time
 from mtrain.plan.time.report import no_time, time_report
 from mtrain.plan.tune import choose
 from mtrain.plan.tune.choose import search
-from mtrain.plan.tune.costs import Costs
+from mtrain.plan.tune.costs import EXPERTS, FROZEN, Costs, state_of
 from mtrain.plan.tune.search import Found, Task
 from mtrain.plan.tune.space import AXES, Change, Space, balanced, changed
-from mtrain.plan.tune.state import EXPERTS, FROZEN, state_of
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
 from tests.support.patience import patient

@@ -14,7 +14,7 @@ import yaml
 from mtrain.cli.main import main
 from mtrain.cli.tune import tuned
 from mtrain.config.compose.composer import compose
-from mtrain.plan.time import accuracy
+from mtrain.plan.time import report
 from tests.support.commands import ROOT, mtrain
 
 ONE_B = (
@@ -37,18 +37,18 @@ def test_tune_rows_differ_and_ties_are_marked() -> None:
     assert len(families) == len(set(families)) > 5
     assert rows[1].startswith("~2")
     assert not rows[-1].lstrip().startswith("~")
-    accuracy = yaml.safe_load((ROOT / "src/mtrain/plan/time/accuracy.yaml").read_text())
-    assert f"off by {accuracy['median']:.1%} in the median" in done.stdout
+    report = yaml.safe_load((ROOT / "src/mtrain/plan/time/accuracy.yaml").read_text())
+    assert f"off by {report['median']:.1%} in the median" in done.stdout
 
 
 def test_tune_printed_error_equals_benchmark() -> None:
     results = json.loads((ROOT / "benchmarks/results/plan_time.json").read_text())
-    stored = accuracy.shipped()
+    stored = report.shipped()
     assert (stored.rows, stored.pairs) == (results["rows"], results["pairs"]["of"])
     assert stored.median == pytest.approx(results["model_left_out"]["median"], abs=1e-4)
     assert stored.p95 == pytest.approx(results["model_left_out"]["p95"], abs=1e-4)
     calibrated = compose([*ONE_B, "cluster.reached={speed: 0.9}"]).run.cluster
-    assert accuracy.accuracy_of(calibrated) is None
+    assert report.accuracy_of(calibrated) is None
 
 
 WHY_NOT: dict[str, tuple[str, dict[str, Any]]] = {

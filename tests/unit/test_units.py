@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mtrain import units
-from mtrain.plan.tune.words import PARTS
+from mtrain.plan.tune.choose import PARTS
 from tests.support.commands import ROOT
 from tests.support.launched import light
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtrain import __version__
-from mtrain.cli.main import main
-from mtrain.cli.parsing import parse
+from mtrain.cli.main import main, parse
 from mtrain.errors import ConfigError
 from tests.support.launched import light
 from tests.support.tables import tables

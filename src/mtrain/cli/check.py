@@ -8,7 +8,7 @@ from pathlib import Path
 from mtrain.api import Loaded, load
 from mtrain.cli.output import problem_report, say_json
 from mtrain.config.compose.paths import MANIFEST, user_path
-from mtrain.config.disk.manifest import unwatched
+from mtrain.config.disk.token_files import unwatched
 from mtrain.config.engine import kernels
 from mtrain.config.resolve.batches import counted, stages
 from mtrain.config.resolve.resolution import LOCAL

@@ -14,9 +14,9 @@ from mtrain.cli.output import refusal
 from mtrain.config.compose.choices import unknown_choice
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.origins import COMMAND_LINE
+from mtrain.config.compose.overrides import jobs
 from mtrain.config.compose.paths import choices_of_group, recipe_names
 from mtrain.config.compose.recipe import read_recipe
-from mtrain.config.compose.sweep import jobs
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.batches import NO_RAMP
 from mtrain.config.resolve.resolution import Machine, resolve

@@ -27,8 +27,7 @@ from mtrain.launching.signals import scratch_folder
 from mtrain.loading.checkpoints import newest, quoted, target_of
 from mtrain.plan.count import parameters
 from mtrain.recipes.huggingface.exporter import config_json, same_model
-from mtrain.recipes.huggingface.importer import as_text, import_config, kind_of, read_json
-from mtrain.recipes.huggingface.kinds import KINDS
+from mtrain.recipes.huggingface.importer import KINDS, as_text, import_config, kind_of, read_json
 from mtrain.units import bytes_, count
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"

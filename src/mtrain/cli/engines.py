@@ -8,7 +8,7 @@ from typing import Any
 from mtrain.cli.output import refusal, say_json, table
 from mtrain.config.engine import release
 from mtrain.config.engine.capabilities import CAPABILITIES, is_here
-from mtrain.config.engine.fields import FIELD_VERSIONS
+from mtrain.config.engine.release import FIELD_VERSIONS
 from mtrain.config.messages.fields_page import fed
 from mtrain.errors import say_page
 
@@ -30,7 +30,7 @@ def run(words: list[str], *, as_json: bool, fixes: bool) -> int:
 
 
 def _facts_of_fixes() -> list[dict[str, Any]]:
-    from mtrain.mcore.patches.known_bugs import known_bugs
+    from mtrain.mcore.patches.patch import known_bugs
 
     return [asdict(fix) for fix in known_bugs()]
 

@@ -14,13 +14,12 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.cli.command import WIDTH
 from mtrain.cli.output import refusal, say_json
-from mtrain.codes import Code, sentence
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.paths import choices_of_group, find_config, group_names, program
 from mtrain.config.engine.capabilities import of_key, where_it_is
 from mtrain.config.engine.core_fields import feeds
-from mtrain.config.engine.fields import FIELD_VERSIONS
+from mtrain.config.engine.release import FIELD_VERSIONS
 from mtrain.config.messages.describe import (
     EFFECTS,
     default_of,
@@ -39,8 +38,8 @@ from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.resolve.watch import touches
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import GROUPS, RunConfig
-from mtrain.errors import ConfigError, Problem, say, say_page, visible
-from mtrain.loading import initial_weights
+from mtrain.errors import Code, ConfigError, Problem, say, say_page, sentence, visible
+from mtrain.loading import checkpoints
 from mtrain.recipes.diff import overrides_of
 from mtrain.recipes.megatron.table import flags_of
 
@@ -75,7 +74,7 @@ def run(words: list[str], *, as_json: bool) -> int:
     elif section_of(word) is not None:
         facts = _section(word)
     else:
-        facts = _key(word, initial_weights.composed(overrides_of(rest)))
+        facts = _key(word, checkpoints.composed(overrides_of(rest)))
     say_page(strict_json.dumps(facts, indent=2) if as_json else _page(facts))
     return 0
 

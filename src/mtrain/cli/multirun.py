@@ -18,13 +18,13 @@ from typing import Any
 
 from mtrain.cli.main import main
 from mtrain.cli.output import problem_report, say_json
+from mtrain.config.compose.overrides import Job, jobs
 from mtrain.config.compose.paths import user_path
-from mtrain.config.compose.sweep import Job, jobs
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, MtrainError, say, say_page, visible
 from mtrain.launching import signals, start
-from mtrain.loading import initial_weights
+from mtrain.loading import checkpoints
 from mtrain.loading.configuration import REPLACED, load, settled
 from mtrain.plan.compare import METRICS, lines_of
 
@@ -195,7 +195,7 @@ def _composed(words: Sequence[str]) -> RunConfig | None:
     """
     try:
         machine = Machine.here()
-        return resolve(settled(initial_weights.composed(words), machine, None)[0].run, machine)
+        return resolve(settled(checkpoints.composed(words), machine, None)[0].run, machine)
     except ConfigError:
         return None
 

@@ -1,20 +1,25 @@
-"""`plan`: parameters, operations, memory and time of a configuration, counted in about a second
-without torch.
+"""`plan`: parameters, operations, memory and time of a configuration, counted in about a second,
+and a comparison with the values that a run measured; without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
-from mtrain import api
+from mtrain import api, strict_json
 from mtrain.api import Loaded, load
 from mtrain.cli.output import new_page, refusal, say_json, table, write_page
-from mtrain.errors import say_page, say_styled, visible
+from mtrain.config.compose.lock_file import read_run_file
+from mtrain.config.compose.paths import RUN_FILE, program
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import CorruptData, say_page, say_styled, visible
+from mtrain.plan.compare import BOUNDS, Row, lines_of_run, peaks_in, planned, rows, saved_in
 from mtrain.plan.report import alike, headline
-from mtrain.plan.time.report import no_time
+from mtrain.plan.time.report import no_time, time_report
 from mtrain.processes import without_collecting
 from mtrain.units import GIB, MIB, bytes_, count, duration, in_unit, seconds, short
 
@@ -76,9 +81,7 @@ def plan(
     if len(wanted) > 1:
         raise refusal(f"{' and '.join(wanted)}: plan answers one of them", f"plan {wanted[0]}")
     if compare is not None:
-        from mtrain.cli import plan_compare
-
-        return plan_compare.run(compare, words, as_json=as_json)
+        return compare_run(compare, words, as_json=as_json)
     if trace:
         from mtrain.cli import trace as traced
 
@@ -295,3 +298,86 @@ def _time(time: dict[str, Any], word: str) -> Iterator[str]:
 def peak_bytes(memory: dict[str, Any]) -> int:
     """Return the peak of the rank that needs most."""
     return int(memory["peak"]["bytes"])
+
+
+def compare_run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
+    """Print the comparison; return the exit code.
+
+    Raises:
+        ConfigError: the folder is no run, or further words are given.
+        CorruptData: a file of the run cannot be read.
+    """
+    home = Path(expanduser(folder))
+    # Settings would describe another run than the one that was measured.
+    if argv:
+        rule = f"--compare: a run is what it was; {argv[0]} changes nothing in it"
+        raise refusal(rule, f"{program()} plan --compare {folder}")
+    try:
+        if (home / RUN_FILE).is_file():
+            lacks = ""
+        else:
+            if home.exists():
+                lacks = f"has no {RUN_FILE}"
+            else:
+                lacks = "does not exist"
+    except OSError as error:
+        lacks = f"cannot be read: {error.strerror}"
+    if lacks:
+        fix = f"{program()} plan --compare RUN_FOLDER"
+        raise refusal(f"{home} {lacks}; --compare needs a run folder", fix, "MT502")
+    made = read_run_file(home / RUN_FILE)
+    found = compared(made, home)
+    if as_json:
+        say_page(
+            strict_json.dumps({"run": str(home), "parts": [row.data() for row in found]}, indent=2)
+        )
+    else:
+        say_page("\n".join(_lines(made, found)))
+    return 0
+
+
+def compared(made: RunConfig, home: Path) -> list[Row]:
+    """Return the parts of the plan of a run, with the values measured in its folder.
+
+    Raises:
+        ConfigError: the model of the run cannot be counted.
+        CorruptData: a file of the run cannot be read.
+    """
+    plan = planned(made)
+    if plan is None:
+        rule = f"the family {made.model.family} does not say which weights a stage has"
+        raise refusal(rule, "a family that says so", "MT254", "model.family", made.model.family)
+    try:
+        lines = lines_of_run(home)
+        saved = saved_in(home)
+    except OSError as error:
+        raise CorruptData(f"{home}: cannot be read: {error}") from None
+    return rows(made, plan, lines, peaks_in(home), saved)
+
+
+def _lines(made: RunConfig, found: Sequence[Row]) -> list[str]:
+    cells = [["", "planned", "measured", "off", ""]]
+    for row in found:
+        say = duration if row.kind == "time" else bytes_
+        planned_, measured = (
+            "-" if value is None else say(value) for value in (row.planned, row.measured)
+        )
+        off = "-" if row.off is None else f"{row.off:+.1%}"
+        cells.append([row.part, planned_, measured, off, "beyond its bound" if row.beyond else ""])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    out = [f"{made.model.name} on {made.cluster.name}"]
+    for part, *others in cells:
+        *numbers, said = (text.rjust(w) for text, w in zip(others, widths[1:], strict=True))
+        out.append(f"  {part.ljust(widths[0])}  {'  '.join(numbers)}  {said.strip()}".rstrip())
+    if all(row.planned is None for row in found if row.kind == "time"):
+        out.append(f"the time of a step is {no_time(time_report(made, 0))}")
+    bounds = ", ".join(f"{kind} {bound:.0%}" for kind, bound in BOUNDS.items())
+    if any(row.kind == "process" for row in found):
+        bounds += "; memory of a process has every library in it"
+    return [
+        *out,
+        (
+            f"bounds: {bounds}; times are medians without the first steps, memory is that of the"
+            " largest rank"
+        ),
+    ]

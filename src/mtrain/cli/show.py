@@ -12,14 +12,14 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.origins import is_provided
 from mtrain.config.compose.paths import recipes_dir
-from mtrain.config.compose.provided import is_provided
 from mtrain.config.messages.suggestions import default_choices
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page, visible
 from mtrain.launching import environment
 from mtrain.launching.environment import Place, Setting
-from mtrain.loading import initial_weights
+from mtrain.loading import checkpoints
 from mtrain.loading.configuration import load, say_replaced
 
 # The source of a choice that is not the default one.
@@ -73,7 +73,7 @@ def changes(loaded: Composed) -> dict[str, tuple[Any, str]]:
     Omit the model that comes with `checkpoint.init_from`.
     """
     usual = default_choices()[0]
-    from_weights = {"model"} if initial_weights.brought(loaded) is not None else set()
+    from_weights = {"model"} if checkpoints.brought(loaded) is not None else set()
     chosen = {
         g: (c, CHOSEN)
         for g, c in loaded.choices.items()

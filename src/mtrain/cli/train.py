@@ -97,7 +97,7 @@ def _warn(composed: Loaded) -> None:
 
 def _as_machine(argv: list[str], place: Launched) -> int:
     """Start the ranks of this machine, as the one process that a scheduler started on it."""
-    from mtrain.launching import machine, preflight
+    from mtrain.launching import preflight, torchrun
 
     def compose(machines: int) -> RunConfig:
         composed = load(argv, machines=machines)
@@ -106,7 +106,7 @@ def _as_machine(argv: list[str], place: Launched) -> int:
         _warn(composed)
         return composed.run
 
-    return machine.launch(place, argv, compose)
+    return torchrun.launch(place, argv, compose)
 
 
 def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:

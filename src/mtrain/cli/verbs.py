@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from mtrain.cli.command import Page, Paged, Subverbs, Verb
-from mtrain.codes import own_yaml
+from mtrain.errors import own_yaml
 
 NAMES = (
     "train",

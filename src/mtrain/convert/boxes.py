@@ -17,7 +17,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.devices import registry
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import held_stages
 from mtrain.models.registry import family_of
 from mtrain.plan.shrink import alone
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from mtrain import strict_json
 from mtrain.ckpt.folder import read_manifest
-from mtrain.config.disk.manifest import unwatched
+from mtrain.config.disk.token_files import unwatched
 from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.config.schema.run import RunConfig

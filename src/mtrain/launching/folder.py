@@ -25,7 +25,7 @@ from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import matmul, resume
-from mtrain.launching.changes import anchored as anchored
+from mtrain.launching.resume import anchored as anchored
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.compare import METRICS, PEAKS, PLAN, planned
 from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes

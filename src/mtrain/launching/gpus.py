@@ -11,9 +11,8 @@ from pathlib import Path
 from mtrain import units
 from mtrain.config.machine import hardware
 from mtrain.config.machine.devices import facts_of
-from mtrain.config.machine.known_gpus import known
 from mtrain.config.machine.nvml import Gpu
-from mtrain.config.machine.visible import Seen
+from mtrain.config.machine.visible import Seen, known
 from mtrain.config.resolve.resolution import LOCAL, Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.plan.count import state_bytes

@@ -1,13 +1,20 @@
-"""The process of one rank: it runs the job, and leaves a record of a failure."""
+"""The process of one rank: it runs the job, and leaves a record of a failure with its cause:
+another rank's failure, a fault of the environment, or the rank itself.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import resource
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +29,10 @@ from mtrain.errors import (
     Problem,
     Related,
     TrainingError,
+    of_the_place,
     say_page,
+    show,
 )
-from mtrain.launching.causes import describe
 from mtrain.launching.environment import Place, apply, conflicts, environment
 from mtrain.launching.limits import raise_files
 from mtrain.world.rank_env import End, RankEnv
@@ -135,3 +143,150 @@ def leave(code: int) -> None:
         with suppress(OSError, ValueError):  # the reader may have closed the stream
             stream.flush()
     os._exit(code)
+
+
+# Texts of the errors that a rank gets because another rank has failed or has not arrived
+PEER_LOST = (
+    # gloo, and torch's store
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "recv timeout",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "no more data",
+    "connection was likely closed",
+    "remote peer closed the connection",
+    "wait timeout after",
+    "socket timeout",
+    # NCCL, and torch's process groups of it
+    "remote process exited",
+    "ncclremoteerror",
+    "connection closed by remote peer",
+    "got completion from peer",
+    "nccl communicator was aborted",
+    "communicator encountered error set by processgroupnccl",
+    "watchdog caught collective operation timeout",
+    "timed out in blocking wait",
+    "some nccl operations have failed or timed out",
+    "remote error detected from rank",
+    "received a dump signal due to a collective timeout",
+    "possible application crash on rank 0",
+)
+# Texts of a fault of this rank, whatever else the error contains: NCCL repeats errors of the device
+# or disk.
+OWN = (
+    "out of memory",
+    "cuda error",
+    "cuda failure",
+    "unhandled cuda error",
+    "shared memory segment",
+    "no space left on device",
+)
+NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
+NO_MEMORY = re.compile(
+    r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
+)
+NO_THREAD = re.compile(
+    r"can't start new thread|thread creation failed|resource temporarily unavailable", re.IGNORECASE
+)
+NO_ADDRESS = re.compile(
+    r"(?:unable to find address for|look up the IP address for interface):?\s*(\S*)", re.IGNORECASE
+)
+NO_HOST = re.compile(
+    r"name or service not known|nodename nor servname|temporary failure in name"
+    r" resolution|getaddrinfo|gai error|"
+    r"unable to resolve hostname|failed to look up the IP address for the hostname",
+    re.IGNORECASE,
+)
+NO_SHARED_MEMORY = re.compile(r"error while creating shared memory segment", re.IGNORECASE)
+BAD_VALUE = re.compile(r"invalid value for environment variable:?\s*(\w+)", re.IGNORECASE)
+
+
+def is_peer_lost(text: str) -> bool:
+    """Return whether an error with this text is the consequence of another rank's failure."""
+    lower = text.lower()
+    return any(sign in lower for sign in PEER_LOST) and not any(sign in lower for sign in OWN)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return an error as values that JSON can hold, enough for `worker.revive`.
+
+    A fault of the environment becomes a BadEnvironment.
+    """
+    if not isinstance(error, MtrainError):
+        # EAGAIN means a lock that another process holds, or a process that cannot be started.
+        of_place = None if isinstance(error, BlockingIOError) else of_the_place(error)
+        fault = environment_fault(error) or of_place
+        if fault is not None:
+            return describe(fault)
+    expected = isinstance(error, MtrainError)
+    text = str(error)
+    # the problems themselves, so that the launcher prints each with its key, source and fix
+    problems = error.problems if isinstance(error, ConfigError) else ()
+    return {
+        "kind": type(error).__name__,
+        "message": text,
+        "exit_code": error.exit_code if isinstance(error, MtrainError) else 1,
+        "expected": expected,
+        "peer_lost": not expected and is_peer_lost(text),
+        "problems": [{**asdict(p), "value": show(p.value)} for p in problems],
+    }
+
+
+def environment_fault(error: BaseException) -> BadEnvironment | None:
+    """Return the fault of the environment behind an error, with its fix, or None."""
+    # torch and gloo raise RuntimeError with the text of the system error and without its number
+    text = str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE) or NO_DESCRIPTOR.search(text):
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return _fault(
+            f"no more files can be opened: a process may have {files} (ulimit -n)",
+            "ulimit -n 4096, or more",
+        )
+    # with a limit of addresses, memory runs out while the machine has plenty
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY and (
+        isinstance(error, MemoryError) or NO_MEMORY.search(text)
+    ):
+        kib = addresses // 1024
+        return _fault(
+            f"the address space of a process is limited to {kib} KiB (ulimit -v)",
+            "ulimit -v unlimited",
+        )
+    if number == errno.ENOMEM:
+        return _fault(
+            f"the system gives no more memory: {text}",
+            "fewer ranks on this machine, or a larger limit",
+        )
+    # An OSError with this text may be about a lock that another process holds.
+    if number is None and NO_THREAD.search(text):
+        return _fault(
+            "no more threads can be started", "ulimit -u 4096, or a higher limit of the container"
+        )
+    if match := NO_ADDRESS.search(text):
+        what = f"there is no network interface {match[1]} with an address"
+        return _fault(what, "set GLOO_SOCKET_IFNAME to one that has, or unset it")
+    if isinstance(error, socket.gaierror) or NO_HOST.search(text):
+        what = text.strip().splitlines()[-1] if text.strip() else "its name is not known"
+        return _fault(
+            f"a host is not found by its name: {what}",
+            "MASTER_ADDR, and the names that this machine knows",
+        )
+    if NO_SHARED_MEMORY.search(text):
+        return _fault(
+            "there is no room in /dev/shm for NCCL",
+            "a larger /dev/shm (docker: --shm-size or --ipc=host)",
+        )
+    if match := BAD_VALUE.search(text):
+        return _fault(
+            f"the environment variable {match[1]} has a value that torch cannot read",
+            f"unset {match[1]}",
+        )
+    return None
+
+
+def _fault(what: str, fix: str) -> BadEnvironment:
+    return BadEnvironment(what, f"  fix: {fix}")

@@ -19,7 +19,7 @@ from mtrain.config.resolve.watch import read_from, touches, watched
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
-from mtrain.loading import initial_weights
+from mtrain.loading import checkpoints
 
 # Codes of files that are not what they were written as.
 DAMAGE = {"MT611", "MT612", "MT613"}
@@ -93,7 +93,7 @@ def load(
     machine = machine or Machine.here()
     world_size = world_size_of(environment)
     try:
-        composed = initial_weights.composed(argv)
+        composed = checkpoints.composed(argv)
     except Rejected as error:
         found = list(error.problems)
         if error.partial is not None:
@@ -210,7 +210,7 @@ def settled(
     Raises:
         ConfigError: there is no such layout.
     """
-    from mtrain.plan.fitted import fitted
+    from mtrain.plan.fits import fitted
 
     composed, why = _with_layout(composed, machine, world_size)
     raw, more = fitted(composed.run, machine, world_size)
@@ -273,7 +273,7 @@ def validate(
         for p in kernels.problems(run, machine, origins)
     )
     problems += synthetic_tokens(raw, run, origins["data.kind"])
-    problems += initial_weights.problems(run, origins)
+    problems += checkpoints.problems(run, origins)
     return problems + list(machine_problems(composed.run, run, machine, world_size, origins))
 
 

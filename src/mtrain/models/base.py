@@ -72,7 +72,7 @@ class Family:
     """Its objective: a function of (RunConfig, Splits, "train" or "validation") that returns a
     `mtrain.data.batch.Collator`, as `package.module:function`. By default the next token.
     """
-    files: str = "mtrain.models.gpt.hf_files:files"
+    files: str = "mtrain.models.gpt.hf:files"
     """Its weights in folders of Hugging Face: a function of (`model_type`, the `model` section)
     that gives the tables that a file may follow, the first of which is written; as
     `package.module:function`.

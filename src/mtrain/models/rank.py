@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mtrain.config.engine.formats import bytes_of
-from mtrain.config.engine.fusions import operands_apart
-from mtrain.config.engine.kernels import ON_CPU, OPERATIONS, routes_by_lists, stands_for
+from mtrain.config.engine.kernels import (
+    ON_CPU,
+    OPERATIONS,
+    operands_apart,
+    routes_by_lists,
+    stands_for,
+)
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.parallel import ParallelConfig, RecomputeModule

@@ -19,7 +19,7 @@ from mtrain.config.resolve.batches import stages
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Problem, Severity
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import held_stages
 from mtrain.models.graph import kept
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of

@@ -27,10 +27,9 @@ from mtrain.plan.count import (
 from mtrain.plan.fits import is_small
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.recompute import Way, frontier
-from mtrain.plan.states import main_weight_bytes, state_bytes_of
+from mtrain.plan.states import factor_bytes, main_weight_bytes, state_bytes_of, update_of
 from mtrain.plan.time.report import time_report
 from mtrain.plan.time.step import unknown
-from mtrain.plan.weights import factor_bytes, update_of
 from mtrain.units import GIB, devices
 
 # A table names up to so many ranges of layers of a stage in full.

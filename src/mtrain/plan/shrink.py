@@ -21,7 +21,7 @@ from mtrain.config.schema.parallel import ParallelConfig, RecomputeConfig
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
-from mtrain.plan.weights import matrices, update_of
+from mtrain.plan.states import matrices, update_of
 
 EQUAL_STAGES: dict[str, Any] = {"pipeline_layout": None, "layers_per_stage": None}
 _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
@@ -30,7 +30,6 @@ _FORMATS = ("precision.dtype", "precision.fp8", "precision.fp4")
 SMOOTH_EPS = 1e-2
 # soap renews its bases at least so often, in steps: the run is short and should do so, too.
 BASES_EVERY = 2
-_SIDES = ("optim.soap.max_precond_dim",)
 _NUMBERS = re.compile(r"\.\d+\.")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 

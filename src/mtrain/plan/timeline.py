@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtrain.plan.rank import StageMemory
-from mtrain.plan.schedule import turns
+from mtrain.plan.rank import StageMemory, turns
 
 # A backward multiplies with inputs and with weights, a forward only with weights.
 BACKWARD = 2.0

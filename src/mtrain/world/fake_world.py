@@ -13,8 +13,7 @@ from mtrain import mcore as adapter
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
 from mtrain.devices import cpu_namespace, registry
-from mtrain.layout import stages
-from mtrain.layout.grid import RankGrid
+from mtrain.layout.grid import RankGrid, embedding_stages
 from mtrain.world.generators import seed_generators, tracker_of
 from mtrain.world.groups import make_groups
 from mtrain.world.init import World
@@ -54,14 +53,14 @@ def silent_world(run: RunConfig, rank: int, torch_device: torch.device) -> Itera
     adapter.install(device)
     from mtrain.mcore import api as mcore
 
-    embedding_stages = stages.embedding_stages(run)
+    with_embeddings = embedding_stages(run)
     store = FakeStore()
     dist.init_process_group("fake", store=store, rank=rank, world_size=grid.world)
     try:
         # No collective of this world ever waits, so any timeout does.
-        make_groups(grid, run, embedding_stages, timedelta(seconds=1))
+        make_groups(grid, run, with_embeddings, timedelta(seconds=1))
         seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
-        yield World(rank, 0, grid, device, torch_device, coords, embedding_stages, store)
+        yield World(rank, 0, grid, device, torch_device, coords, with_embeddings, store)
     finally:
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

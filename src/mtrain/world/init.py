@@ -19,8 +19,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.devices import registry
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
-from mtrain.layout import stages
-from mtrain.layout.grid import RankGrid
+from mtrain.layout.grid import RankGrid, embedding_stages
 from mtrain.world import join
 from mtrain.world.generators import seed_generators, tracker_of
 from mtrain.world.groups import check_groups, make_groups
@@ -176,10 +175,10 @@ def _join(run: RunConfig, env: RankEnv, device: Device) -> World:
             timeout=timeout,
             device_id=torch_device if device.is_indexed else None,
         )
-    embedding_stages = stages.embedding_stages(run)
-    make_groups(grid, run, embedding_stages, timeout)
+    with_embeddings = embedding_stages(run)
+    make_groups(grid, run, with_embeddings, timeout)
     coords = grid.coords(env.rank)
     seed_generators(run.trainer.seed, coords, tracker=tracker_of(run))
     return World(
-        env.rank, env.local_rank, grid, device, torch_device, coords, embedding_stages, store
+        env.rank, env.local_rank, grid, device, torch_device, coords, with_embeddings, store
     )

@@ -25,11 +25,10 @@ from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError, say_page
 from mtrain.world import stacks, stall
-from mtrain.world.flight import Recorder
 from mtrain.world.heartbeat import heartbeat, noting_waits
 from mtrain.world.init import World
 from mtrain.world.rank_env import End, RankEnv
-from mtrain.world.stall import Finding, Status
+from mtrain.world.stall import Finding, Recorder, Status
 
 SILENT_TICKS = 10
 # The largest share of the soft timeout that one tick counts, as after a suspension

@@ -11,7 +11,7 @@ from mtrain.cli.data.tokenize import WORDS as OF_TOKENIZE
 from mtrain.cli.data.tokenize import spec_of
 from mtrain.cli.named_values import OFF, ON, read_arguments, whole
 from mtrain.cli.output import refusal
-from mtrain.config.disk.manifest import Manifest, path_of
+from mtrain.config.disk.token_files import Manifest, path_of
 from mtrain.errors import say
 from mtrain.units import bytes_, count
 

@@ -27,9 +27,9 @@ from mtrain.config.compose.yaml_reader import UNSHOWN, refuse_hidden
 from mtrain.config.disk.files import MAX_BYTES
 from mtrain.errors import ConfigError, say
 from mtrain.recipes.imported import Imported, exported_keys, name_of
+from mtrain.recipes.megatron.command import GPT, OTHER_WORDS, TRAINS
 from mtrain.recipes.megatron.importer import import_commands
 from mtrain.recipes.megatron.processes import directives
-from mtrain.recipes.megatron.programs import GPT, OTHER_WORDS, TRAINS
 from mtrain.recipes.megatron.table import known_flags
 from mtrain.recipes.secrets import Secrets, names_secret
 from mtrain.recipes.shell.reader import read_calls

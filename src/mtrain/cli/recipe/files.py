@@ -31,7 +31,7 @@ from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, say, say_page, visible
 from mtrain.layout.grid import RankGrid
-from mtrain.loading import initial_weights
+from mtrain.loading import checkpoints
 from mtrain.loading.configuration import (
     also_wrong,
     resolved_origins,
@@ -119,7 +119,7 @@ def for_elsewhere(words: Sequence[str]) -> tuple[Composed, RunConfig]:
     machine = Machine.here()
     world_size = world_size_of()
     try:
-        composed = initial_weights.composed(words)
+        composed = checkpoints.composed(words)
     except Rejected as error:
         raise ConfigError([*error.problems, *also_wrong(error, machine, world_size)]) from None
     say_replaced(composed)
@@ -144,7 +144,7 @@ def _delta_of(composed: Composed, words: Sequence[str]) -> Delta:
     """
     if read_overrides(words).run is not None:
         return delta(composed.run)
-    brought = initial_weights.brought(composed)
+    brought = checkpoints.brought(composed)
     named = {group: choice for group, choice in composed.choices.items() if not is_path(choice)}
     if brought is not None:
         named.pop("model", None)
@@ -195,7 +195,7 @@ def diff(words: Sequence[str], *, as_json: bool) -> int:
 
 def _resolved(word: str) -> RunConfig:
     machine = Machine.here()
-    composed = initial_weights.composed(overrides_of([word]))
+    composed = checkpoints.composed(overrides_of([word]))
     return resolve(settled(composed, machine, None)[0].run, machine)
 
 

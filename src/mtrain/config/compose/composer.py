@@ -17,15 +17,13 @@ from mtrain.config.compose.choices import is_path, unknown_choice
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.hydra_source import NotComposed, composed, not_composed, quoted
 from mtrain.config.compose.interpolate import drop, leaves, put, refused, resolve_references
-from mtrain.config.compose.layers import entries_of, layer
 from mtrain.config.compose.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library, restored
 from mtrain.config.compose.lock_file import edited, upgrade
-from mtrain.config.compose.origins import COMMAND_LINE, Layer, Origins, Setting
+from mtrain.config.compose.origins import COMMAND_LINE, Layer, Origins, Setting, as_written
 from mtrain.config.compose.overrides import Overrides, read_overrides
 from mtrain.config.compose.paths import user_path
-from mtrain.config.compose.provided import as_written
 from mtrain.config.compose.recipe import Recipe, read_recipe, reserved_keys
-from mtrain.config.compose.replaced import Replaced, brought
+from mtrain.config.compose.replaced import Replaced, brought, entries_of, layer
 from mtrain.config.compose.write_paths import KEYS, strays
 from mtrain.config.compose.yaml_reader import Document, filled, load
 from mtrain.config.disk.files import read_text

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mtrain.config.engine import release as engine
 from mtrain.config.engine.release import SINCE_0_19, Release, Versions
-from mtrain.config.resolve.condition import condition
+from mtrain.config.resolve.conditional import condition
 
 Kind = Literal["key", "family", "dispatcher", "optimizer"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from mtrain.config.engine.fields import is_there
+from mtrain.config.engine.release import is_there
 from mtrain.config.messages.keys import key_of, schema_keys, when_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.stages import stages, uneven

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from mtrain.codes import Code, outside_rules
 from mtrain.config.families import configs, ships
 from mtrain.config.messages.describe import section_of
 from mtrain.config.rules import all_rules
 from mtrain.config.rules.families import code_prefix
 from mtrain.config.rules.rule import Rule
+from mtrain.errors import Code, outside_rules
 
 FAMILIES = {
     "MT00": "a file that cannot be read as data",

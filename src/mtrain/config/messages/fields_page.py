@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.engine import core_fields
-from mtrain.config.engine import fields as facts
+from mtrain.config.engine import release as facts
 from mtrain.config.engine.core_fields import feeds
-from mtrain.config.engine.fields import FIELD_VERSIONS
+from mtrain.config.engine.release import FIELD_VERSIONS
 from mtrain.config.messages.describe import default_of, example_section, groups, meaning, type_of
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.resolve.resolution import Machine, resolve

@@ -15,7 +15,7 @@ from pydantic_core.core_schema import ModelSchema, TupleSchema
 
 from mtrain.config.compose.layout_string import GRAMMAR
 from mtrain.config.compose.paths import choices_of_group
-from mtrain.config.messages.docs import documented
+from mtrain.config.messages.describe import documented
 from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
 DRAFT = "http://json-schema.org/draft-07/schema#"

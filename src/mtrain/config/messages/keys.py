@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtrain.config.engine.fields import UNMAPPED
+from mtrain.config.engine.release import UNMAPPED
 from mtrain.config.schema.base import Effect, Flag, Key
 from mtrain.config.schema.run import GROUPS, UnresolvedRun
 

@@ -22,7 +22,7 @@ def update(param: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) 
 
 
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
-    from mtrain.mcore.state.elementwise import Elementwise
+    from mtrain.mcore.state.optimizers import Elementwise
 
     return Elementwise, {"update": update, "states": ("exp_avg",)}
 

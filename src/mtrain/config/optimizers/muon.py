@@ -172,7 +172,7 @@ def _orthogonal(run: Run) -> Orthogonal:
 
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
     from mtrain.devices.dtypes import torch_dtype
-    from mtrain.mcore.state.muon import ParallelMuon
+    from mtrain.mcore.state.whole_matrices import ParallelMuon
 
     muon = run.optim.muon
     # The optimizer's own arguments; the excluded keys became groups of parameters.

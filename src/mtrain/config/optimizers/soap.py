@@ -48,7 +48,7 @@ def _rotated(run: Run) -> Rotated:
 
 
 def _build(run: Run) -> tuple[type, dict[str, Any]]:
-    from mtrain.mcore.state.soap import ParallelSoap
+    from mtrain.mcore.state.whole_matrices import ParallelSoap
 
     return ParallelSoap, {
         **adamw.arguments(run),

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from mtrain.config.compose.paths import CHECKPOINTS, RESUME_WORDS
-from mtrain.config.disk.first_record import kind_of_chats
+from mtrain.config.disk.files import kind_of_chats
 from mtrain.config.families import limited
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.optimizers import OPTIMIZERS

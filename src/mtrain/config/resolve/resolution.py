@@ -18,9 +18,8 @@ from pydantic import ValidationError
 from mtrain.config.engine.kernels import OPERATIONS, Operation, stands_for
 from mtrain.config.machine import hardware, nvml
 from mtrain.config.machine.devices import AUTO, CPU, CUDA, facts_of
-from mtrain.config.machine.known_gpus import known
 from mtrain.config.machine.nvml import Driver
-from mtrain.config.machine.visible import Seen
+from mtrain.config.machine.visible import Seen, known
 from mtrain.config.messages.problem import problem_of
 from mtrain.config.resolve.conditional import CONDITIONAL, Conditional, inside
 from mtrain.config.resolve.defaults import STEPS, Derived, Step

@@ -1,4 +1,6 @@
-"""The contents of each pipeline stage, from any of the keys that split the layers."""
+"""The contents of each pipeline stage, from any of the keys that split the layers, and the pattern
+of a hybrid model that equals a decoder-only transformer.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import re
 from dataclasses import dataclass
 from itertools import accumulate
 
+from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.models.hybrid.config import ATTENTION, DELTA, EXPERTS, LATENT, MLP, SPARSE
 
 MAX_STAGES = 4096
 MAX_TEXT = 2000
@@ -158,3 +162,25 @@ def _as_asked(run: RunConfig, found: list[Stage], blocks: int) -> list[Stage]:
     if mtp != (model.mtp_num_layers or 0):
         raise ValueError(f"{mtp} m are written, and model.mtp_num_layers is {model.mtp_num_layers}")
     return found
+
+
+# The letters of one layer of such a transformer: attention, then MLP or experts.
+OF_A_BLOCK = 2
+
+
+def pattern(model: ModelConfig) -> str:
+    """Return the letters of all layers."""
+    dense = model.num_layers if model.moe is None else model.moe.first_dense_layers
+    if model.mla is None:
+        softmax = ATTENTION
+    else:
+        softmax = LATENT if model.dsa is None else SPARSE
+    return "".join(
+        (DELTA if model.is_linear(index) else softmax) + (MLP if index < dense else EXPERTS)
+        for index in range(model.num_layers)
+    )
+
+
+def letters(layers: range) -> range:
+    """Return the letters of some of the layers."""
+    return range(OF_A_BLOCK * layers.start, OF_A_BLOCK * layers.stop)

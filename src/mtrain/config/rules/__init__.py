@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtrain.config.compose.dump import override
-from mtrain.config.compose.provided import discards, forgets, lost
+from mtrain.config.compose.origins import discards, forgets, lost
 from mtrain.config.messages.problem import plain, problem_of, value_at
 from mtrain.config.messages.suggestions import NOTHING, with_choices
 from mtrain.config.resolve.watch import Run, watched

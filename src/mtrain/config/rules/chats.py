@@ -11,8 +11,7 @@ from pathlib import Path, PurePath
 
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.disk.files import kind_of, records_of, unreadable
-from mtrain.config.disk.first_record import is_documents, kind_of_chats
+from mtrain.config.disk.files import is_documents, kind_of, kind_of_chats, records_of, unreadable
 from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.rules.data import NO_MIDDLE, UNPACKED
 from mtrain.config.rules.finding import Finding, each

@@ -22,11 +22,13 @@ from mtrain.config.disk.files import (
     no_text,
     unreadable,
 )
-from mtrain.config.disk.manifest import READ_BYTES, Manifest, read_manifest
 from mtrain.config.disk.token_files import (
+    READ_BYTES,
     READ_TOKENIZER,
+    Manifest,
     TokenFiles,
     TokenizerFacts,
+    read_manifest,
     split_documents,
     tokenizer_facts,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mtrain.codes import Severity, sentence
+from mtrain.errors import Severity, sentence
 
 Change = Mapping[str, Any]
 """Dotted key -> new value, applied together."""

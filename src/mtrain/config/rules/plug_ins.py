@@ -9,7 +9,7 @@ from mtrain.config.engine import release as engine
 from mtrain.config.engine.capabilities import CAPABILITIES, is_here, keys
 from mtrain.config.machine import installed
 from mtrain.config.messages.problem import value_at
-from mtrain.config.resolve.condition import condition
+from mtrain.config.resolve.conditional import condition
 from mtrain.config.rules.finding import Finding, each
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig

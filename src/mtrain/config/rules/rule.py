@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import ModuleType
 
-from mtrain.codes import Code, declare, outside_rules
 from mtrain.config.resolve.watch import touches
 from mtrain.config.rules.finding import Finding
 from mtrain.config.schema.run import RunConfig
+from mtrain.errors import Code, declare, outside_rules
 
 __all__ = ["Ask", "Code", "Rule", "rule", "rules_in"]
 Ask = Callable[[RunConfig], Iterator[Finding]]

@@ -10,8 +10,7 @@ from mtrain.config.compose.yaml_reader import scalar
 from mtrain.config.messages.keys import is_content, when_of
 from mtrain.config.messages.problem import value_at
 from mtrain.config.messages.suggestions import CHOOSING, with_choices
-from mtrain.config.resolve.condition import condition
-from mtrain.config.resolve.conditional import CONDITIONAL, QUANTIZED, Conditional
+from mtrain.config.resolve.conditional import CONDITIONAL, QUANTIZED, Conditional, condition
 from mtrain.config.rules.finding import Change, Finding
 from mtrain.config.rules.rule import Code, Rule, rule
 from mtrain.config.schema.run import RunConfig

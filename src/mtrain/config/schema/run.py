@@ -8,7 +8,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from mtrain.config.schema.activation_offload import ActivationOffloadConfig
 from mtrain.config.schema.base import Effect, Key, Section
 from mtrain.config.schema.checkpoint import CheckpointConfig, UnresolvedCheckpoint
 from mtrain.config.schema.cluster import ClusterConfig
@@ -17,7 +16,11 @@ from mtrain.config.schema.kernels import KernelsConfig
 from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.optim import OptimConfig, UnresolvedOptim
-from mtrain.config.schema.parallel import ParallelConfig, UnresolvedParallel
+from mtrain.config.schema.parallel import (
+    ActivationOffloadConfig,
+    ParallelConfig,
+    UnresolvedParallel,
+)
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.precision import PrecisionConfig, UnresolvedPrecision
 from mtrain.config.schema.trainer import TrainerConfig, UnresolvedTrainer

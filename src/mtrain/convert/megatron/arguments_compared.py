@@ -16,11 +16,16 @@ from typing import Any
 from mtrain.config.messages.keys import effect_of, key_of, schema_keys
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.megatron.arguments import NO_ARGUMENT, Difference, is_whole
-from mtrain.convert.megatron.rope_scaling import as_rope, scaling_arguments, scaling_differences
+from mtrain.convert.megatron.arguments import (
+    NO_ARGUMENT,
+    Difference,
+    as_rope,
+    is_whole,
+    scaling_arguments,
+    scaling_differences,
+)
 from mtrain.recipes.huggingface.exporter import TRAINING
-from mtrain.recipes.megatron.arguments import Arguments, Entry
-from mtrain.recipes.megatron.entries import default_of
+from mtrain.recipes.megatron.arguments import Arguments, Entry, default_of
 from mtrain.recipes.megatron.flags_unmapped import NO_SUCH_PART, OTHERS
 from mtrain.recipes.megatron.reading import read_flags
 from mtrain.recipes.megatron.table import flags_of, table

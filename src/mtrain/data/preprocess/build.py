@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable
-from mtrain.config.disk import manifest
+from mtrain.config.disk import token_files
 from mtrain.data.preprocess.encoder import OtherIds
 from mtrain.data.preprocess.journal import (
     BIN,
@@ -31,7 +31,7 @@ from mtrain.data.preprocess.workers import Job, Pool, Worker
 from mtrain.data.store.indexed import write_index
 from mtrain.errors import ConfigError, CorruptInput
 
-ENDINGS = (".bin", ".idx", manifest.SUFFIX, REJECTED, REMOVED)
+ENDINGS = (".bin", ".idx", token_files.SUFFIX, REJECTED, REMOVED)
 LIBRARIES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
 Progress = Callable[[Unit, Totals], None]
 
@@ -116,14 +116,14 @@ def _made(
                     remove_optional_files(prefix)
                 finish(moves, durable.sync)
                 draft.remove()
-    found = manifest.read_manifest(prefix)
+    found = token_files.read_manifest(prefix)
     assert found is not None
     return found.body
 
 
 def path_of(prefix: Path, name: str) -> Path:
     """Return the final path of a file of the draft folder."""
-    ending = {BIN: ".bin", "tokens.idx": ".idx", REJECTS: REJECTED}.get(name, manifest.SUFFIX)
+    ending = {BIN: ".bin", "tokens.idx": ".idx", REJECTS: REJECTED}.get(name, token_files.SUFFIX)
     return prefix.with_name(prefix.name + ending)
 
 
@@ -168,7 +168,7 @@ def remove_optional_files(prefix: Path) -> None:
 def _settings(job: Job, facts: Facts) -> dict[str, Any]:
     """Return all settings that the bytes of the corpus depend on, for a resumed build to match."""
     return {
-        "format": manifest.FORMAT,
+        "format": token_files.FORMAT,
         "unit": UNIT,
         "tokenizer": _tokenizer(job, facts),
         "document": {
@@ -276,7 +276,7 @@ def _complete(draft: Draft, job: Job, facts: Facts) -> None:
         # the index has their numbers now
         for name in (LENGTHS, SEQUENCES):
             (folder / name).unlink()
-        data = manifest.dump(_manifest(draft, job, facts))
+        data = token_files.dump(_manifest(draft, job, facts))
         with open(folder / "manifest.json", "wb") as file:
             file.write(data)
             file.flush()
@@ -324,7 +324,7 @@ def _manifest(draft: Draft, job: Job, facts: Facts) -> dict[str, Any]:
     ]
     settings = _settings(job, facts)
     return {
-        "format": manifest.FORMAT,
+        "format": token_files.FORMAT,
         "documents": totals.sum("documents"),
         "sequences": totals.sum("sequences"),
         "tokens": totals.sum("tokens"),

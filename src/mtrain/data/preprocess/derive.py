@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable
-from mtrain.config.disk import manifest
+from mtrain.config.disk import token_files
 from mtrain.config.disk.token_files import split_documents
 from mtrain.data.preprocess.build import refuse_existing, remove_optional_files
 from mtrain.data.preprocess.encoder import library
@@ -33,7 +33,7 @@ class OpenCorpus:
     """An open corpus and its manifest, if it has one."""
 
     dataset: IndexedDataset
-    held: manifest.Manifest | None
+    held: token_files.Manifest | None
 
     @property
     def common(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def open_prefix(prefix: Path) -> OpenCorpus:
             rule = f"cannot be opened because {prefix.parent} has no file {prefix.name}{suffix}"
             fix = "the prefix of a .bin and an .idx"
             raise ConfigError.of("MT602", "prefix", str(prefix), rule, fix)
-    held = manifest.read_manifest(prefix)
+    held = token_files.read_manifest(prefix)
     dataset = IndexedDataset(prefix)
     if held is not None and (wrong := held.sizes_differ(prefix)):
         raise CorruptData(wrong)
@@ -95,7 +95,7 @@ def write(
             digest, counts, largest, inputs = _tokens(folder, parts)
             index = _index(folder, dtype)
             body = {
-                "format": manifest.FORMAT,
+                "format": token_files.FORMAT,
                 **counts,
                 "rejected": 0,
                 "largest_id": largest,
@@ -110,10 +110,10 @@ def write(
                     ".idx": {"bytes": (folder / "idx").stat().st_size, "sha256": index},
                 },
             }
-            (folder / "manifest").write_bytes(manifest.dump(body))
+            (folder / "manifest").write_bytes(token_files.dump(body))
             for name in ("bin", "idx", "manifest"):
                 durable.sync(folder / name)
-            endings = (("bin", ".bin"), ("idx", ".idx"), ("manifest", manifest.SUFFIX))
+            endings = (("bin", ".bin"), ("idx", ".idx"), ("manifest", token_files.SUFFIX))
             remove_optional_files(out)
             finish(
                 [(folder / name, out.with_name(out.name + end)) for name, end in endings],

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable
-from mtrain.config.disk.manifest import FORMAT, Manifest, dump, path_of
+from mtrain.config.disk.token_files import FORMAT, Manifest, dump, path_of
 from mtrain.data.preprocess.encoder import Encoder
 from mtrain.data.store.indexed import IndexedDataset
 from mtrain.errors import ConfigError, CorruptData

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self
 
 from mtrain import units
 from mtrain.config.disk.files import files_below
-from mtrain.config.disk.manifest import SUFFIX
+from mtrain.config.disk.token_files import SUFFIX
 from mtrain.data.preprocess.encoder import library
 from mtrain.data.preprocess.record import Reading
 from mtrain.errors import ConfigError, CorruptData

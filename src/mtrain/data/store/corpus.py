@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import units
-from mtrain.config.disk.manifest import read_manifest
+from mtrain.config.disk.token_files import read_manifest
 from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.store.indexed import IndexedDataset, with_suffix

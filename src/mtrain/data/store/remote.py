@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mtrain import strict_json, units
-from mtrain.config.disk import manifest
+from mtrain.config.disk import token_files
 from mtrain.config.disk.token_files import HEADER, read_header
 from mtrain.data.store import cache as corpora
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
@@ -113,16 +113,16 @@ def _fetch_index(
         for start in range(0, size, 64 * BLOCK_BYTES):
             file.write(store.bytes_of(".idx", start, min(size, start + 64 * BLOCK_BYTES)))
     draft.replace(folder / "tokens.idx")
-    manifest_facts = facts.get(manifest.SUFFIX)
+    manifest_facts = facts.get(token_files.SUFFIX)
     if manifest_facts is not None:
         size = manifest_facts["bytes"]
-        if size > manifest.MAX_BYTES:
+        if size > token_files.MAX_BYTES:
             raise CorruptData(
-                f"{store.name}{manifest.SUFFIX}: {units.bytes_(size)}; a manifest may have"
-                f" {units.bytes_(manifest.MAX_BYTES)}"
+                f"{store.name}{token_files.SUFFIX}: {units.bytes_(size)}; a manifest may have"
+                f" {units.bytes_(token_files.MAX_BYTES)}"
             )
-        draft.write_bytes(store.bytes_of(manifest.SUFFIX, 0, size))
-        draft.replace(manifest.path_of(folder / "tokens"))
+        draft.write_bytes(store.bytes_of(token_files.SUFFIX, 0, size))
+        draft.replace(token_files.path_of(folder / "tokens"))
 
 
 class Store:
@@ -172,14 +172,14 @@ class Store:
 
         def exists() -> bool:
             try:
-                return bool(self.files.info(self.name + manifest.SUFFIX))
+                return bool(self.files.info(self.name + token_files.SUFFIX))
             except (FileNotFoundError, PermissionError):
                 # without the right to list files, a store denies access to missing ones
                 return False
 
-        if not self._request(exists, self.name + manifest.SUFFIX):
+        if not self._request(exists, self.name + token_files.SUFFIX):
             return {}
-        return {manifest.SUFFIX: self.facts(manifest.SUFFIX, "path")}
+        return {token_files.SUFFIX: self.facts(token_files.SUFFIX, "path")}
 
     def bytes_of(self, suffix: str, start: int, end: int) -> bytes:
         """Return the bytes of a file from `start` to `end`.

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from mtrain.config.resolve.blocks import OF_A_BLOCK
+from mtrain.config.resolve.stages import OF_A_BLOCK
 from mtrain.mcore import api
 from mtrain.mcore.layers.attention_spec import is_rms
 from mtrain.mcore.layers.backend import one_layer_spec

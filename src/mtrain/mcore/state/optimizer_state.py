@@ -11,10 +11,9 @@ import torch
 from mtrain_kernels.optimizer.fused_adam import MASTER, FusedAdam
 
 from mtrain.mcore import api as mcore
-from mtrain.mcore.state.elementwise import Elementwise
 from mtrain.mcore.state.local_params import LocalParam, local, local_params
-from mtrain.mcore.state.soap import Owned, ParallelSoap
-from mtrain.mcore.state.whole_matrices import WholeMatrices
+from mtrain.mcore.state.optimizers import Elementwise
+from mtrain.mcore.state.whole_matrices import Owned, ParallelSoap, WholeMatrices
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtrain.config.engine.fusions import sums_apart
+from mtrain.config.engine.kernels import sums_apart
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore.layers import backend
 from mtrain.mcore.layers.recipe import recipe

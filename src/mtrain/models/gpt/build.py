@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mtrain.config.engine.core_fields import GPT_FIELDS, values
-from mtrain.config.engine.fusions import operands_apart, positions_apart, sums_apart
-from mtrain.config.resolve.blocks import letters, pattern
-from mtrain.config.resolve.stages import stages
+from mtrain.config.engine.kernels import operands_apart, positions_apart, sums_apart
+from mtrain.config.resolve.stages import letters, pattern, stages
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import api as mcore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.engine.core_fields import GPT_FIELDS, values
-from mtrain.config.engine.fusions import operands_apart
+from mtrain.config.engine.kernels import operands_apart
 from mtrain.config.resolve.stages import stages
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore import api as mcore

@@ -10,9 +10,9 @@ from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.models.base import Family
 from mtrain.models.count import counted
 from mtrain.models.gpt import count as decoder
-from mtrain.models.gpt.adapters import adapted
 from mtrain.models.gpt.shrink import HEAD
 from mtrain.models.gpt.shrink import shrink as shrink_decoder
+from mtrain.models.gpt.weights import adapted
 from mtrain.models.hybrid.config import (
     ATTENTION,
     DELTA,

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.models.gpt.hf import LLAMA
-from mtrain.models.gpt.hf_files import COMPUTED
+from mtrain.models.gpt.hf import COMPUTED, LLAMA
 from mtrain.models.llava.config import LlavaConfig
 from mtrain.models.table import QKV, SAME, Copy, Entry, Operation, Table
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.recipes.huggingface.classes import class_of
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind, class_of
 from mtrain.recipes.huggingface.families import FAMILIES
 from mtrain.recipes.huggingface.writers import WRITERS
 

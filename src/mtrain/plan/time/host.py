@@ -102,14 +102,6 @@ def waiting(spans: Iterable[Span]) -> float:
     return sum(max(span) for span in spans)
 
 
-def repeated(spans: Sequence[Span], times: int) -> float:
-    """Return the seconds of the same spans so many times; the host runs ahead from one time to the
-    next.
-    """
-    each = max(sum(span.host for span in spans), sum(span.device for span in spans))
-    return queued(spans) + (times - 1) * each
-
-
 def there_and_back(forward: Sequence[Span], backward: Sequence[Span]) -> list[Span]:
     """Return the spans of a micro-batch: parts forward, and in reverse order backward."""
     return list(chain(forward, reversed(backward)))

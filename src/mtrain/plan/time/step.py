@@ -12,21 +12,18 @@ from mtrain.config.machine.devices import facts_of
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.resolve.stages import Stage
 from mtrain.config.schema.run import RunConfig
-from mtrain.layout.grid import RankGrid
-from mtrain.layout.stages import held_stages
+from mtrain.layout.grid import RankGrid, held_stages
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import stage_kind
+from mtrain.plan.states import Matrix, matrices_of, stage_weights
 from mtrain.plan.time.device import MICRO, Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.host import Span, queued, there_and_back, waiting
-from mtrain.plan.time.kernels import Kernels
-from mtrain.plan.time.links import Group, Links
-from mtrain.plan.time.update import done_once, gradient_bytes
-from mtrain.plan.time.whole_matrices import matrix_seconds
+from mtrain.plan.time.kernels import Group, Kernels, Links
+from mtrain.plan.time.update import done_once, gradient_bytes, matrix_seconds
 from mtrain.plan.time.work import BACKWARD_MOVES, Linear, Work, total
-from mtrain.plan.weights import Matrix, matrices_of, stage_weights
 
 PARTS = (
     "gemm",

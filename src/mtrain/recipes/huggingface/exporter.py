@@ -16,8 +16,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.delta import section
 from mtrain.recipes.huggingface.config_file import Json
-from mtrain.recipes.huggingface.importer import import_config
-from mtrain.recipes.huggingface.kinds import KINDS
+from mtrain.recipes.huggingface.importer import KINDS, import_config
 from mtrain.recipes.imported import Imported
 
 TRAINING = frozenset(

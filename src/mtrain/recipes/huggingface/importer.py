@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` as the shape of a model.
+"""A Hugging Face `config.json` as the shape of a model, by its `model_type`.
 
 The file is data: code that it names is never loaded.
 """
@@ -6,17 +6,20 @@ The file is data: code that it names is never loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtrain.config import families
 from mtrain.config.compose.yaml_reader import MAX_DEPTH, MAX_NODES, UNSHOWN, refuse_hidden
 from mtrain.config.disk.files import read_text
+from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
-from mtrain.recipes.huggingface.classes import class_of
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json
-from mtrain.recipes.huggingface.families import ALIASES
-from mtrain.recipes.huggingface.kinds import KINDS
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind, class_of
+from mtrain.recipes.huggingface.families import ALIASES, FAMILIES
+from mtrain.recipes.huggingface.families import CLASSES as DECODERS
+from mtrain.recipes.huggingface.granite import GRANITE
+from mtrain.recipes.huggingface.writers import WRITERS
 from mtrain.recipes.imported import WHOLE, Imported, as_published, build, name_of, numeric_changes
 from mtrain.recipes.megatron.arguments import Arguments, Draft
 
@@ -166,3 +169,31 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, list):
         return value
     return []
+
+
+def _always(name: str) -> Callable[[ModelConfig], str]:
+    return lambda model: name
+
+
+def _mistral(model: ModelConfig) -> str:
+    return DECODERS["mistral"] if model.window_attn_skip_freq is None else "MinistralForCausalLM"
+
+
+def _of_families() -> dict[str, Kind]:
+    """Return the kinds of `config.json` in the folder of each family, by `model_type`."""
+    found: dict[str, Kind] = {}
+    for name in families.configs():
+        if families.has(name, "hf_config"):
+            own = families.part(name, "hf_config", "KINDS", dict)
+            # a plug-in may add kinds, and cannot replace one that ships
+            found |= {kind: own[kind] for kind in own if kind not in (*found, *DECODERS)}
+    return found
+
+
+KINDS: dict[str, Kind] = {
+    **{kind: Kind(FAMILIES[kind], WRITERS[kind], _always(name)) for kind, name in DECODERS.items()},
+    "mistral": Kind(FAMILIES["mistral"], WRITERS["mistral"], _mistral),
+    **_of_families(),
+    "granitemoehybrid": GRANITE,
+}
+"""`model_type` -> its rules to read and write it."""

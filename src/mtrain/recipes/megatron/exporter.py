@@ -12,7 +12,7 @@ from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.schema.run import RunConfig
 from mtrain.recipes.delta import unequal
 from mtrain.recipes.imported import MARK
-from mtrain.recipes.megatron.flags_bert import PROGRAM, bert_words, is_megatrons
+from mtrain.recipes.megatron.flags_model import PROGRAM, bert_words, is_megatrons
 from mtrain.recipes.megatron.importer import import_texts
 from mtrain.recipes.megatron.processes import World
 from mtrain.recipes.megatron.table import table

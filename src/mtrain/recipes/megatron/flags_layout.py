@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.messages.keys import choices_of
-from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import (
+from mtrain.recipes.megatron.arguments import (
+    Arguments,
+    Draft,
+    Entry,
+    Values,
     conditional,
     conditional_switch,
     list_choices,
     numbers,
     on,
+    whole,
 )
 
 LAYOUT = "--pipeline-model-parallel-layout"

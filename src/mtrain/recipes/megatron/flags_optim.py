@@ -9,8 +9,16 @@ from mtrain.config.messages.keys import choices_of
 from mtrain.config.optimizers import OPTIMIZERS, readers
 from mtrain.config.resolve.batches import samples_of, steps_within
 from mtrain.config.schedules import SCHEDULES
-from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import always, one, spelled
+from mtrain.recipes.megatron.arguments import (
+    Arguments,
+    Draft,
+    Entry,
+    Values,
+    always,
+    one,
+    spelled,
+    whole,
+)
 from mtrain.recipes.megatron.flags_training import RAMP, plan_of, steps
 
 STYLES = {

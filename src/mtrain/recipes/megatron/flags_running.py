@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from mtrain.config.messages.keys import choices_of
-from mtrain.recipes.megatron.arguments import Arguments, Draft, Entry, Values, whole
-from mtrain.recipes.megatron.entries import always, default_of, list_choices
+from mtrain.recipes.megatron.arguments import (
+    Arguments,
+    Draft,
+    Entry,
+    Values,
+    always,
+    default_of,
+    list_choices,
+    whole,
+)
 
 
 def _timeout(arguments: Arguments, draft: Draft) -> Draft:

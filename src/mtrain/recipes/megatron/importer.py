@@ -29,7 +29,7 @@ from mtrain.recipes.imported import (
 )
 from mtrain.recipes.megatron.arguments import Arguments, Draft
 from mtrain.recipes.megatron.command import training_command
-from mtrain.recipes.megatron.flags_bert import bert_keys
+from mtrain.recipes.megatron.flags_model import bert_keys
 from mtrain.recipes.megatron.flags_training import vocabulary
 from mtrain.recipes.megatron.processes import Requested, directives, requested_by, starts_several
 from mtrain.recipes.megatron.reading import (

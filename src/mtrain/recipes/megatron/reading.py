@@ -9,8 +9,7 @@ from mtrain.config.machine.devices import CPU, CUDA
 from mtrain.config.messages.keys import effect_of, field_of
 from mtrain.config.schema.base import Effect
 from mtrain.recipes.imported import REQUIRED, WHOLE
-from mtrain.recipes.megatron.arguments import Arguments, Draft, Unplaced, read_all
-from mtrain.recipes.megatron.entries import default_of
+from mtrain.recipes.megatron.arguments import Arguments, Draft, Unplaced, default_of, read_all
 from mtrain.recipes.megatron.flags_unmapped import FITTING, OTHERS
 from mtrain.recipes.megatron.processes import Requested, World
 from mtrain.recipes.megatron.table import flags_of, known_flags, switches, table

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from mtrain.config.messages.keys import flag_of, keys
-from mtrain.recipes.megatron.arguments import Entry
-from mtrain.recipes.megatron.entries import of_schema
+from mtrain.recipes.megatron.arguments import Entry, of_schema
 from mtrain.recipes.megatron.flags_layout import AXES, CUTS
 from mtrain.recipes.megatron.flags_model import EXPERTS, LATENT, MODEL
 from mtrain.recipes.megatron.flags_optim import OPTIM

@@ -13,11 +13,9 @@ from typing import Any
 from mtrain.config.compose.yaml_reader import parse
 from mtrain.errors import ConfigError, Problem
 from mtrain.recipes.imported import Imported
-from mtrain.recipes.megatron.arguments import Arguments
-from mtrain.recipes.megatron.command import FEW_FLAGS, not_a_gpt
-from mtrain.recipes.megatron.entries import spelled
+from mtrain.recipes.megatron.arguments import Arguments, spelled
+from mtrain.recipes.megatron.command import FEW_FLAGS, family_of, not_a_gpt, other_than_gpt
 from mtrain.recipes.megatron.importer import import_words
-from mtrain.recipes.megatron.programs import family_of, other_than_gpt
 from mtrain.recipes.megatron.table import known_flags
 from mtrain.recipes.secrets import Secrets
 from mtrain.recipes.shell.expansion import Expander

@@ -22,8 +22,8 @@ from mtrain.plan.compare import (
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.progress import Progress
 from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.readings import may_pad
 from mtrain.train.loop.result import StepResult
-from mtrain.train.loop.tally import may_pad
 from mtrain.units import bytes_, count, duration
 
 AFTER = 10

@@ -17,9 +17,8 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.adapter.cuda_graphs import whole_steps
 from mtrain.train.loop.interruptions import ByTime, StopRequest
 from mtrain.train.loop.prefetch import BatchPrefetcher, Needs, Place, Ring, needs_of
-from mtrain.train.loop.readings import Board, MetricTable
+from mtrain.train.loop.readings import Board, Flops, MetricTable, may_pad
 from mtrain.train.loop.result import StepResult
-from mtrain.train.loop.tally import Flops, may_pad
 from mtrain.train.objectives import Objective, objective_of
 from mtrain.world.init import World
 

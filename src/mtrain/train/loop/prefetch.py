@@ -18,7 +18,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.layers.context import context_positions
 from mtrain.mcore.state.local_params import unwrap
 from mtrain.models.registry import family_of
-from mtrain.train.loop.tally import TALLY, tally_of
+from mtrain.train.loop.readings import TALLY, tally_of
 from mtrain.world.init import World
 
 Batch = Mapping[str, Any]

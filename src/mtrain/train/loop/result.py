@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.train.loop.readings import Clock, MetricTable, Reading
-from mtrain.train.loop.tally import may_pad
+from mtrain.train.loop.readings import Clock, MetricTable, Reading, may_pad
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from mtrain.train.loop.prefetch import (
 )
 from mtrain.train.loop.readings import (
     AHEAD,
+    TALLY,
     Clock,
     MetricTable,
     Reading,
@@ -41,7 +42,6 @@ from mtrain.train.loop.readings import (
 )
 from mtrain.train.loop.readings import reduce_report as reduce_report
 from mtrain.train.loop.result import Launched, StepResult
-from mtrain.train.loop.tally import TALLY
 from mtrain.train.objectives import Objective
 from mtrain.world.heartbeat import begin_phase, begin_step
 
