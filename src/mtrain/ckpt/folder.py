@@ -39,7 +39,12 @@ READ = (1, 2, 3)
 STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
 MODEL = "model/"
 """Prefix of the names of the model's own tensors."""
+STREAMS = "by stage, data and context rank"
+"""How a checkpoint describes whose generators differ; in older ones, those of all ranks were equal.
+"""
 MAX_MANIFEST_BYTES = 1 << 30
+PARTS = {"step": int, "state": dict, "tensors": dict, "files": dict}
+"""The parts of a manifest of every format, with their types."""
 
 
 def folder_name(step: int) -> str:
@@ -166,6 +171,19 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
             by name.
         BadEnvironment: a file may not be read.
     """
+    manifest = parse_manifest(path)
+    for name, facts in manifest["files"].items():
+        check_file(path, name, facts, verify=verify)
+    return manifest
+
+
+def parse_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, without a look at the files that it names.
+
+    Raises:
+        CorruptData: no manifest, one that is cut, altered, or of a format that is not read here.
+        BadEnvironment: it may not be read.
+    """
     file = path / MANIFEST
     try:
         # Before it is read: a file of any size would be parsed in memory.
@@ -180,16 +198,26 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{file} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") not in READ:
-        raise CorruptData(f"{file}: not a manifest of format {', '.join(map(str, READ))}")
+        raise CorruptData(f"{file}: {_unread(manifest)}")
     if manifest.get("sha256") != digest({k: v for k, v in manifest.items() if k != "sha256"}):
         raise CorruptData(f"{file}: its content does not match its own hash; it was altered or cut")
-    for name, facts in manifest["files"].items():
-        _check_file(path, name, facts, verify)
+    lacking = [key for key, kind in PARTS.items() if not isinstance(manifest.get(key), kind)]
+    if lacking:
+        raise CorruptData(f"{file}: not a manifest, since it lacks {', '.join(lacking)}")
     if manifest["format"] == 1:
         manifest["tensors"] = {
             name_of_format_1(key): entry for key, entry in manifest["tensors"].items()
         }
     return manifest
+
+
+def _unread(manifest: Any) -> str:
+    """Return why a manifest is of no format that is read here."""
+    number = manifest.get("format") if isinstance(manifest, dict) else None
+    known = f"not a manifest of format {', '.join(map(str, READ))}"
+    if isinstance(number, int) and number > max(READ):
+        return f"{known}, but of {number}; the version of mtrain that wrote it reads it"
+    return known
 
 
 def name_of_format_1(key: str) -> str:
@@ -198,10 +226,17 @@ def name_of_format_1(key: str) -> str:
     return f"optim/{state[:-1]}/{key.removeprefix(state)}" if state else MODEL + key
 
 
-def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> None:
+def check_file(root: Path, name: str, facts: dict[str, Any], *, verify: bool) -> None:
+    """Compare a file of a checkpoint with the manifest: its size, and its hash unless it is a
+    shard; with `verify`, every byte of a shard too.
+
+    Raises:
+        CorruptData: it is missing, altered, or outside of the folder.
+        BadEnvironment: it may not be read.
+    """
     path = root / name
     # A manifest is data from elsewhere: a name such as ../x must not lead out of the folder.
-    if Path(name).name != name:
+    if Path(name).name != name or "\0" in name:
         raise CorruptData(f"{root / MANIFEST}: {name!r} is no plain file name")
     try:
         status = path.stat()
