@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtrain import durable, strict_json
+from mtrain import durable, locks, strict_json
 from mtrain.ckpt import hashes
 from mtrain.config.compose.paths import MANIFEST, RUN_FILE
 from mtrain.errors import CorruptData
@@ -152,11 +154,43 @@ def prune(root: Path, keep: int | None) -> None:
     """Delete all but the newest `keep` checkpoints, and those of a course that the run has left."""
     sweep(root)
     doomed = list(root.glob(".superseded-*"))
-    for path in committed(root)[:-keep] if keep is not None else []:
+    older = committed(root)[:-keep] if keep is not None else []
+    for path in (path for path in older if not is_read(path)):
         # Out of sight by one rename, so that an interrupted deletion is not taken for a checkpoint.
         doomed.append(path.rename(path.with_name(f".deleted-{path.name}")))
     for path in doomed:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Mark a checkpoint as read, so that no process deletes it meanwhile.
+
+    Nothing is marked in a folder that this user may not read, or on a disk without locks.
+    """
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if descriptor is not None:
+            with suppress(OSError, locks.Taken):
+                locks.share(descriptor, path / MANIFEST)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_read(path: Path) -> bool:
+    """Return whether a process has marked a checkpoint as read."""
+    try:
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return locks.is_shared(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
@@ -186,8 +220,11 @@ def parse_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        # Before it is read: a file of any size would be parsed in memory.
-        if file.stat().st_size > MAX_MANIFEST_BYTES:
+        # Before it is read: a pipe would block, and a file of any size be parsed in memory.
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptData(f"{file} is no file")
+        if status.st_size > MAX_MANIFEST_BYTES:
             raise CorruptData(f"{file}: larger than a manifest can be")
         manifest = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
