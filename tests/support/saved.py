@@ -1,10 +1,11 @@
-"""Checkpoints as the ranks of a layout write them, without torch: true headers over holes for
-tensors.
+"""Checkpoints as the ranks of a layout write them, without torch: true headers and hashes over
+holes, which read as zeros.
 """
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,16 @@ def sign(checkpoint: Path, manifest: dict[str, Any]) -> None:
     (checkpoint / folder.MANIFEST).write_text(text)
 
 
+@cache
+def _hash_of_zeros(nbytes: int) -> str:
+    whole, rest = divmod(nbytes, hashes.BLOCK_BYTES)
+    tail = hashes.hash_bytes(bytes(rest)) if rest or not whole else ""
+    return hashes.hash_bytes(bytes(hashes.BLOCK_BYTES)) * whole + tail
+
+
 def _write_holes(path: Path, name: str, tensors: dict[str, Any]) -> None:
     header: dict[str, Any] = {}
+    hashed: dict[str, str] = {}
     at = 0
     for tensor in tensors.values():
         dtype = IN_FILES[tensor["dtype"]]
@@ -105,8 +114,9 @@ def _write_holes(path: Path, name: str, tensors: dict[str, Any]) -> None:
                     "shape": [size],
                     "data_offsets": [at, end],
                 }
+                hashed[piece["entry"]] = _hash_of_zeros(end - at)
                 at = end
-    text = json.dumps(header).encode()
+    text = json.dumps({"__metadata__": hashes.metadata_of(hashed), **header}).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(hashes.LENGTH_BYTES, "little") + text)
         file.truncate(hashes.LENGTH_BYTES + len(text) + at)

@@ -109,9 +109,10 @@ def answered(words: Sequence[str]) -> Answer:
         answer.manifest = folder.parse_manifest(checkpoint)
     except MtrainError as error:
         return _refused(answer, error)
-    if (target / RUN_FILE).is_file():
+    lines = judge.damage(checkpoint, answer.manifest)
+    if not judge.speaks_of(lines, target / RUN_FILE):
         _compose(answer, configuration(target, checkpoint, overrides))
-    _judge(answer)
+    _judge(answer, lines)
     if answer.run is not None and not answer.impossible:
         answer.reading = figures.reading(answer.run, answer.manifest)
         answer.memory = figures.memory(answer.run, Machine.here())
@@ -161,12 +162,13 @@ def _compose(answer: Answer, argv: list[str]) -> None:
         answer.problems += loaded.warnings
 
 
-def _judge(answer: Answer) -> None:
-    """Compare the run with the checkpoint, and its data."""
+def _judge(answer: Answer, lines: Sequence[str]) -> None:
+    """Compare the run with the checkpoint, and its data; `lines` are of damage, for a checkpoint
+    whose configuration cannot be composed.
+    """
     assert answer.manifest is not None
     try:
         if answer.run is None:
-            lines = judge.damage(answer.checkpoint, answer.manifest)
             answer.judgement = judge.Judgement(damage=tuple(lines))
         else:
             answer.judgement = judge.examined(answer.run, answer.checkpoint)

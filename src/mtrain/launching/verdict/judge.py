@@ -19,7 +19,7 @@ from mtrain.config.messages.keys import effect_of
 from mtrain.config.resolve.rates import LENGTH, goes_on_alike, new_curve
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, Problem, show
+from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.launching.changes import Differences, differences_of, without_adapters
 from mtrain.launching.verdict.damage import damage
 from mtrain.launching.verdict.tensors import needed
@@ -72,15 +72,16 @@ def examined(run: RunConfig, checkpoint: Path) -> Judgement:
     """
     manifest = folder.parse_manifest(checkpoint)
     lines = damage(checkpoint, manifest)
+    # What a damaged configuration says is no reason.
+    if speaks_of(lines, checkpoint / RUN_FILE):
+        return Judgement(damage=tuple(lines))
     source = checkpoint / RUN_FILE
-    try:
-        other = read_run_file(source)
-    except (ConfigError, BadEnvironment):
-        # a damaged run.yaml is the more likely reason
-        if lines:
-            return Judgement(damage=tuple(lines))
-        raise
-    return judge(run, other, manifest, source=source, damage=lines)
+    return judge(run, read_run_file(source), manifest, source=source, damage=lines)
+
+
+def speaks_of(lines: Iterable[str], file: Path) -> bool:
+    """Return whether a line about damage names a file."""
+    return any(str(file) in line for line in lines)
 
 
 def judge(
@@ -108,14 +109,13 @@ def judge(
     else:
         differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
     problems = _of_keys(run, other, differences, step, source)
-    # Another model lacks most tensors, and its keys say why.
-    if not any(effect_of(key) is Effect.ARCHITECTURE for key in differences):
+    # Another model lacks most tensors, and its keys say why; so does damage.
+    damage = tuple(damage)
+    if not (damage or any(effect_of(key) is Effect.ARCHITECTURE for key in differences)):
         problems += _of_tensors(run, other, manifest, source.parent)
     changes = tuple(f"{key}: {show(old)} -> {show(new)}" for key, (old, new) in differences.items())
     numbers = (*_numbers(differences), *_rounded(run, other)) if trained else ()
-    return Judgement(
-        tuple(problems), tuple(damage), changes, numbers, _resets(run, other, manifest)
-    )
+    return Judgement(tuple(problems), damage, changes, numbers, _resets(run, other, manifest))
 
 
 def changes_of(run: RunConfig, home: Path) -> tuple[str, ...]:
@@ -248,10 +248,18 @@ def _resets(run: RunConfig, other: RunConfig, manifest: Mapping[str, Any]) -> tu
 
 def rng_resets(run: RunConfig, other: RunConfig, state: Mapping[str, Any]) -> str:
     """Return why generators start anew; empty if their state is restored."""
-    if state.get("grid") != RankGrid.of(run).sizes:
+    if state.get("grid") != sizes_of(run):
         return "the layout changed"
     if state.get("streams") != folder.STREAMS:
         return "the ranks of this older checkpoint all drew alike"
     if run.cluster.device != other.cluster.device:
         return "the device changed"
     return ""
+
+
+def sizes_of(run: RunConfig) -> dict[str, int]:
+    """Return the size of every axis of a layout; empty for one that rules refuse."""
+    try:
+        return RankGrid.of(run).sizes
+    except ValueError:
+        return {}

@@ -116,7 +116,8 @@ class Layout:
         if len(axes) > 1:
             raise Unknown(f"{weight.name} is cut along {len(axes)} axes")
         axis = axes[0] if axes else 0
-        place = at["etp" if weight.kind == "experts" else "tp"] if axes else 0
+        along = "etp" if weight.kind == "experts" else "tp"
+        place = at[along] if axes else 0
         halves = 2 if self.run.model.gated and _GATED.search(weight.name) else 1
         rows = weight.shape[axis] // halves if weight.shape else 1
         whole = box.shape[axis] // halves if box.shape else 1
