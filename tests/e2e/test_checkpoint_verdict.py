@@ -47,7 +47,9 @@ def home(trained: Path, tmp_path: Path) -> Path:
         pytest.param(("copy", "runs/a", "copied"), 0, "read back", id="copy"),
     ],
 )
-def test_checkpoint_word_answers(words: tuple[str, ...], code: int, says: str, home: Path) -> None:
+def test_verdict_and_other_words_answer(
+    words: tuple[str, ...], code: int, says: str, home: Path
+) -> None:
     done = real("checkpoint", *words, cwd=home)
     assert done.returncode == code, done.stderr
     assert says in done.stdout

@@ -14,6 +14,7 @@ import pytest
 
 from mtrain.api import load
 from mtrain.cli import check
+from mtrain.cli.checkpoint.verdict import answered
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.disk.token_files import HEADER, TokenFiles, split_documents, tokenizer_facts
 from mtrain.data import open_splits, prepare
@@ -340,6 +341,7 @@ def test_check_corpus_is_compared_with_checkpoint(tmp_path: Path) -> None:
     (home / "run.yaml").write_text(run_yaml(run.recorded()))
     resume = [*words, "checkpoint.resume=latest"]
     assert check.run(resume) == 0
+    assert answered([str(home)]).data == "the same corpus in the same order"
     tokenizer.write_text(json.dumps({**TOKENIZER, "version": "1.1"}))
     with pytest.raises(ConfigError, match="the tokenizer is not the one"):
         check.run(resume)
@@ -347,4 +349,7 @@ def test_check_corpus_is_compared_with_checkpoint(tmp_path: Path) -> None:
     corpus(prefix, largest=3999)
     with pytest.raises(ConfigError, match="the corpus is not the one"):
         check.run(resume)
+    answer = answered([str(home)])
+    assert [problem.code for problem in answer.problems] == ["MT609"]
+    assert answer.exit_code == 2
     assert check.run([*resume, "checkpoint.accept_changes=true"]) == 0

@@ -37,7 +37,7 @@ SOURCE = Path("saved/run.yaml")
 
 
 def run_of(**changes: Any) -> RunConfig:
-    return resolve(tiny(**{**NARROW, **changes}), LAPTOP)
+    return resolve(tiny(**(NARROW | changes)), LAPTOP)
 
 
 def judged(new: RunConfig, old: RunConfig, **state: Any) -> Judgement:

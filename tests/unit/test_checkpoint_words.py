@@ -54,7 +54,9 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     return found.out + found.err
 
 
-def test_list_says_which_are_complete(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_list_says_which_are_complete(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (step_of(home, 2) / SHARD).unlink()
     (step_of(home, 3) / "manifest.json").unlink()
     (home / "checkpoints/.saving-step_00000004").mkdir()
@@ -71,7 +73,9 @@ def test_list_says_which_are_complete(home: Path, capsys: pytest.CaptureFixture[
     assert f"{SHARD} is missing" in lines
 
 
-def test_inspect_prints_every_tensor(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_inspect_prints_every_tensor(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = json.loads(said(capsys, "inspect", str(home), "--json"))
     assert (found["step"], found["format"], found["layout"]["tp"]) == (3, folder.FORMAT, 2)
     table = next(
@@ -103,7 +107,7 @@ def _copy(file: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_verify_names_the_damaged_file(
+def test_checkpoint_verify_names_the_damaged_file(
     name: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, word = DAMAGE[name]
@@ -116,14 +120,18 @@ def test_verify_names_the_damaged_file(
     assert (body["ok"], len(body["damage"])) == (False, 1)
 
 
-def test_verify_names_every_damaged_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_verify_names_every_damaged_file(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rank in (0, 1):
         _flip(step_of(home, 3) / folder.shard_name(rank), -1)
     found = said(capsys, "verify", str(home), code=4)
     assert all(folder.shard_name(rank) in found for rank in (0, 1))
 
 
-def test_words_refuse_what_is_no_checkpoint(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_words_refuse_what_is_no_checkpoint(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (home / "empty").mkdir()
     for word in ("inspect", "verify"):
         assert "MT502" in said(capsys, word, "nowhere", code=2)
@@ -134,26 +142,32 @@ def test_words_refuse_what_is_no_checkpoint(home: Path, capsys: pytest.CaptureFi
     assert "MT002" in said(capsys, "copy", str(home), code=2)
 
 
-def test_verify_unreadable_file_is_of_the_environment(home: Path) -> None:
+def test_checkpoint_verify_unreadable_file_is_of_the_environment(home: Path) -> None:
     (step_of(home, 3) / SHARD).chmod(0)
     assert run_without_privileges(lambda: main(["checkpoint", "verify", str(home)])) == 3
 
 
-def test_prune_dry_run_deletes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_prune_dry_run_deletes_nothing(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = said(capsys, "prune", str(home), "--dry-run")
     assert "step_00000001: would be deleted" in found
     assert len(folder.committed(home / "checkpoints")) == 3
     assert said(capsys, "prune", str(home), "--dry-run", "keep=null").count("deleted") == 1
 
 
-def test_prune_deletes_what_keep_says(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_prune_deletes_what_keep_says(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said(capsys, "prune", str(home))
     assert [folder.step_of(p) for p in folder.committed(home / "checkpoints")] == [2, 3]
     said(capsys, "prune", str(home), "keep=1")
     assert [p.name for p in (home / "checkpoints").iterdir()] == ["step_00000003"]
 
 
-def test_prune_keeps_what_others_need(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_prune_keeps_what_others_need(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = home.parent / "b"
     other.mkdir()
     path = step_of(home.absolute(), 1)
@@ -169,14 +183,18 @@ def test_prune_keeps_what_others_need(home: Path, capsys: pytest.CaptureFixture[
     assert not step_of(home, 1).exists()
 
 
-def test_prune_keeps_the_only_complete_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_prune_keeps_the_only_complete_one(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (2, 3):
         (step_of(home, step) / SHARD).unlink()
     assert "stays, it is the only complete one" in said(capsys, "prune", str(home))
     assert step_of(home, 1).exists()
 
 
-def test_prune_leaves_a_running_run_alone(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_prune_leaves_a_running_run_alone(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     descriptor = os.open(home / ".lock", os.O_RDWR | os.O_CREAT)
     held = locks.lock(descriptor, home / ".lock")
     assert "MT501" in said(capsys, "prune", str(home), code=2)
@@ -185,7 +203,7 @@ def test_prune_leaves_a_running_run_alone(home: Path, capsys: pytest.CaptureFixt
     os.close(descriptor)
 
 
-def test_retention_keeps_newest_and_reasons() -> None:
+def test_checkpoint_retention_keeps_newest_and_reasons() -> None:
     paths = [Path(f"step_{n:08d}") for n in range(4)]
     found = retention(paths, 1, complete=paths, read=paths[:1], named=paths[1:2])
     assert found.newest == (paths[3],)
@@ -195,14 +213,16 @@ def test_retention_keeps_newest_and_reasons() -> None:
     assert retention(paths, 1, complete=paths[:2]).doomed == (paths[0], paths[2])
 
 
-def test_copy_is_whole_and_new(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_copy_is_whole_and_new(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "as it was written" in said(capsys, "copy", str(home), "archive/old")
     copied = {p.name: p.read_bytes() for p in Path("archive/old").iterdir()}
     assert copied == {p.name: p.read_bytes() for p in step_of(home, 3).iterdir()}
     assert "MT507" in said(capsys, "copy", str(home), "archive/old", code=2)
 
 
-def test_copy_of_damage_leaves_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_copy_of_damage_leaves_nothing(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _flip(step_of(home, 3) / SHARD, -1)
     found = said(capsys, "copy", str(home), "archive", code=4)
     assert str(step_of(home, 3) / SHARD) in found
