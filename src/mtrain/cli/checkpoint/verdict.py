@@ -29,7 +29,6 @@ SAME = "same"
 RESHARDED = "resharded"
 IMPOSSIBLE = "impossible"
 USAGE = "checkpoint verdict CHECKPOINT [KEY=VALUE ...]"
-DAMAGED = "MT513"
 INSTEAD = "another checkpoint, or a copy of this one from where it is whole"
 BASES = ("run", "recipe")
 """Words that name a whole configuration, in place of that of the checkpoint."""
@@ -220,7 +219,7 @@ def _refused(answer: Answer, error: MtrainError) -> Answer:
 
 
 def _damaged(line: str) -> Problem:
-    return Problem(DAMAGED, "", None, line, INSTEAD)
+    return Problem("MT513", "", None, line, INSTEAD)
 
 
 def report(answer: Answer) -> dict[str, Any]:
