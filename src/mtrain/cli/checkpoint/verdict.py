@@ -336,5 +336,5 @@ def _memory(answer: Answer) -> str:
     text = f"{bytes_(ram.peak)} at the peak of a rank, by the plan"
     if ram.fits is None:
         return text
-    where = "a device has" if ram.ranks == 1 else f"{ram.ranks} ranks share"
+    where = f"{number_of(ram.ranks, 'rank')} on this machine of" if ram.on_host else "a device has"
     return f"{text}; {where} {bytes_(ram.holds)}: {'fits' if ram.fits else 'does not fit'}"

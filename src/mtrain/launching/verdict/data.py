@@ -8,9 +8,10 @@ from typing import Any
 
 from mtrain.config.compose.paths import user_path
 from mtrain.config.resolve.batches import asked
-from mtrain.config.resolve.model_tokenizer import model_tokenizer
+from mtrain.config.resolve.model_tokenizer import model_tokenizer, sha256_of
+from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.data import Splits, open_splits, prepare_for_model
+from mtrain.data import Corpus, Splits, open_splits, prepare_for_model
 from mtrain.data.splits import data_problems
 from mtrain.data.text.tokenize import seen
 from mtrain.errors import Problem
@@ -34,22 +35,33 @@ def opened(run: RunConfig, checkpoint: Path) -> Splits | None:
     Raises:
         MtrainError: the data is invalid, as it would be for a run.
     """
-    own = model_tokenizer(run, checkpoint)
-    if not _is_ready(run, own):
+    corpus = _ready(run, model_tokenizer(run, checkpoint))
+    if corpus is None:
         return None
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
-    corpus = prepare_for_model(run.data, own, accept_changes=run.checkpoint.accept_changes)
     return open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
 
 
-def _is_ready(run: RunConfig, own: Path | None) -> bool:
+def _ready(run: RunConfig, own: Path | None) -> Corpus | None:
+    """Return the corpus of a run for a model whose tokenizer is `own`; None: it takes a while."""
     data = run.data.without_excluded()
     if data.kind == "text":
-        return seen(data, own if data.tokenizer is None else None) is not None
-    if data.kind != "indexed":
-        return False
+        return _tokenized(data, own)
     names = [name for name in data.blend or (data.path,) if name is not None]
-    if any("://" in name for name in names):
-        return False
+    if data.kind != "indexed" or any("://" in name for name in names):
+        return None
     indexes = [(path := user_path(name)).with_name(f"{path.name}.idx") for name in names]
-    return sum(index.stat().st_size for index in indexes if index.is_file()) <= READ_INDEXES
+    if sum(index.stat().st_size for index in indexes if index.is_file()) > READ_INDEXES:
+        return None
+    return prepare_for_model(run.data, own, accept_changes=run.checkpoint.accept_changes)
+
+
+def _tokenized(data: DataConfig, own: Path | None) -> Corpus | None:
+    """Return the tokens of a text that were made before, by the tokenizer of the model."""
+    if data.tokenizer is not None or own is None:
+        return seen(data)
+    corpus = seen(data)
+    # the model's tokenizer may be the one that was trained on this text
+    if corpus is not None and corpus.tokenizer_sha256 == sha256_of(own):
+        return corpus
+    return seen(data, own)

@@ -65,6 +65,8 @@ class Memory:
     """Bytes of a device, or of this machine for all ranks; 0: unknown."""
     ranks: int
     """The ranks that share it."""
+    on_host: bool = False
+    """It is this machine's, and no device's."""
 
     @property
     def fits(self) -> bool | None:
@@ -117,7 +119,7 @@ def memory(run: RunConfig, machine: Machine) -> Memory:
     if held is not None:
         return Memory(peak, int(held * GIB), 1)
     here = facts_of(run.cluster.device).on_host
-    return Memory(peak, machine.memory_bytes if here else 0, run.parallel.ranks)
+    return Memory(peak, machine.memory_bytes if here else 0, run.parallel.ranks, on_host=here)
 
 
 def _places(entry: Mapping[str, Any]) -> set[Place]:
