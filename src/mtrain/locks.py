@@ -123,6 +123,18 @@ def share(descriptor: int, path: Path) -> bool:
     return True
 
 
+def is_shared(descriptor: int) -> bool:
+    """Return whether another process has locked an open file; false where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
 def _report(path: Path, error: OSError) -> Path:
     """Return the owner's file that stands in for a lock on `path`, and report once that it does."""
     file = path.with_name(path.name + SUFFIX)

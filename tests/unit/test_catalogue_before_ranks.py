@@ -11,14 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtrain.ckpt.folder import MANIFEST, commit
+from mtrain.ckpt.folder import MANIFEST
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.store.indexed import IndexedWriter
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 from mtrain.launching import child_process, folder, preflight
 from mtrain.launching.environment import Place, environment
+from mtrain.launching.resume import anchored
 from tests.support.configs import LAPTOP, errors, tiny
+from tests.support.saved import committed
 
 EOD = 0
 Row = Callable[[Path], None]
@@ -56,14 +58,7 @@ def begun(home: Path, **changes: object) -> RunConfig:
     run = resolve(tiny(log__runs_dir=str(home), log__name="a", **changes), LAPTOP)
     with folder.opened(run, folder.plan(run), []):
         pass
-    draft = home / "a/checkpoints/draft"
-    draft.mkdir(parents=True)
-    (draft / "run.yaml").write_text((home / "a/run.yaml").read_text())
-    commit(
-        draft,
-        draft.with_name("step_00000001"),
-        {"step": 1, "files": {}, "tensors": {}, "state": {}},
-    )
+    committed(anchored(run), home / "a/checkpoints")
     (home / "a/metrics.jsonl").write_text('{"step": 1}\n')
     return run
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mtrain.api import load
-from mtrain.ckpt.folder import commit
 from mtrain.cli import check
+from mtrain.cli.checkpoint.verdict import answered
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.disk.token_files import HEADER, TokenFiles, split_documents, tokenizer_facts
 from mtrain.data import open_splits, prepare
@@ -23,6 +23,7 @@ from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError, CorruptData, MtrainError, Problem
 from tests.support.configs import LAPTOP
 from tests.support.forked import run_without_privileges
+from tests.support.saved import committed
 
 VOCAB = {"a": 0, "b": 1, "<|endoftext|>": 2}
 TOKENIZER = {
@@ -334,16 +335,13 @@ def test_check_corpus_is_compared_with_checkpoint(tmp_path: Path) -> None:
     ]
     words += ["parallel=single", f"log.runs_dir={tmp_path}/runs"]
     run = load(words, LAPTOP, {}).run
-    draft = tmp_path / "draft"
-    saved = tmp_path / "runs/a/checkpoints/step_00000001"
-    draft.mkdir()
-    saved.parent.mkdir(parents=True)
-    for file in (draft / "run.yaml", saved.parent.parent / "run.yaml"):
-        file.write_text(run_yaml(run.recorded()))
+    home = tmp_path / "runs/a"
     data = open_splits(run.data, 4096, 0, prepare(run.data)).describe()
-    commit(draft, saved, {"step": 1, "files": {}, "tensors": {}, "state": {"data": data}})
+    committed(run, home / "checkpoints", data=data)
+    (home / "run.yaml").write_text(run_yaml(run.recorded()))
     resume = [*words, "checkpoint.resume=latest"]
     assert check.run(resume) == 0
+    assert answered([str(home)]).data == "the same corpus in the same order"
     tokenizer.write_text(json.dumps({**TOKENIZER, "version": "1.1"}))
     with pytest.raises(ConfigError, match="the tokenizer is not the one"):
         check.run(resume)
@@ -351,4 +349,7 @@ def test_check_corpus_is_compared_with_checkpoint(tmp_path: Path) -> None:
     corpus(prefix, largest=3999)
     with pytest.raises(ConfigError, match="the corpus is not the one"):
         check.run(resume)
+    answer = answered([str(home)])
+    assert [problem.code for problem in answer.problems] == ["MT609"]
+    assert answer.exit_code == 2
     assert check.run([*resume, "checkpoint.accept_changes=true"]) == 0

@@ -103,6 +103,9 @@ def test_help_examples_are_read_as_written(name: str, line: str) -> None:
         assert verb == "export" or not read_overrides(rest).problems
     elif verb == "convert":
         assert words[0] in ("import", "export", "inspect", "verify")
+    elif verb == "checkpoint":
+        assert words[0].startswith("runs/NAME")
+        compose([word for word in settings if not word.startswith("keep=")])
     elif verb == "explain":
         assert field_of(words[0]) is not None or words[0].startswith("MT")
     elif verb != "data":

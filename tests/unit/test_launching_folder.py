@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.ckpt.folder import commit
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.engine import release
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from mtrain.launching import folder, preflight
+from mtrain.launching.resume import anchored
 from tests.support.configs import LAPTOP, tiny
+from tests.support.saved import committed
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +38,7 @@ def made(
         home = owned.folder
     (home / "metrics.jsonl").write_text('{"step": 1}\n')
     for step in steps:
-        draft = home / "checkpoints/draft"
-        draft.mkdir(parents=True)
-        (draft / "run.yaml").write_text((home / "run.yaml").read_text())
-        commit(
-            draft,
-            draft.with_name(f"step_{step:08d}"),
-            {"step": step, "files": {}, "tensors": {}, "state": {}},
-        )
+        committed(anchored(run), home / "checkpoints", step)
     stamp = (home / "run.yaml").stat().st_mtime - age_s
     os.utime(home / "run.yaml", (stamp, stamp))
     return home

@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mtrain import durable, strict_json
+from mtrain import durable, locks, strict_json
 from mtrain.ckpt import hashes
 from mtrain.config.compose.paths import MANIFEST, RUN_FILE
 from mtrain.errors import CorruptData
@@ -39,7 +41,13 @@ READ = (1, 2, 3)
 STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
 MODEL = "model/"
 """Prefix of the names of the model's own tensors."""
+STREAMS = "by stage, data and context rank"
+"""Marker in a checkpoint for the ranks with distinct random generators; without it (older
+checkpoints) all ranks had the same.
+"""
 MAX_MANIFEST_BYTES = 1 << 30
+PARTS = {"step": int, "state": dict, "tensors": dict, "files": dict}
+"""The parts of a manifest of every format, with their types."""
 
 
 def folder_name(step: int) -> str:
@@ -147,11 +155,43 @@ def prune(root: Path, keep: int | None) -> None:
     """Delete all but the newest `keep` checkpoints, and those of a course that the run has left."""
     sweep(root)
     doomed = list(root.glob(".superseded-*"))
-    for path in committed(root)[:-keep] if keep is not None else []:
+    older = committed(root)[:-keep] if keep is not None else []
+    for path in (path for path in older if not is_read(path)):
         # Out of sight by one rename, so that an interrupted deletion is not taken for a checkpoint.
         doomed.append(path.rename(path.with_name(f".deleted-{path.name}")))
     for path in doomed:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Mark a checkpoint as read, so that no process deletes it meanwhile.
+
+    Nothing is marked in a folder that this user may not read, or on a disk without locks.
+    """
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if descriptor is not None:
+            with suppress(OSError, locks.Taken):
+                locks.share(descriptor, path / MANIFEST)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_read(path: Path) -> bool:
+    """Return whether a process has marked a checkpoint as read."""
+    try:
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return locks.is_shared(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
@@ -166,10 +206,26 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
             by name.
         BadEnvironment: a file may not be read.
     """
+    manifest = parse_manifest(path)
+    for name, facts in manifest["files"].items():
+        check_file(path, name, facts, verify=verify)
+    return manifest
+
+
+def parse_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, without a look at the files that it names.
+
+    Raises:
+        CorruptData: no manifest, one that is cut, altered, or of a format that is not read here.
+        BadEnvironment: it may not be read.
+    """
     file = path / MANIFEST
     try:
-        # Before it is read: a file of any size would be parsed in memory.
-        if file.stat().st_size > MAX_MANIFEST_BYTES:
+        # Before it is read: a pipe would block, and a file of any size be parsed in memory.
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptData(f"{file} is no file")
+        if status.st_size > MAX_MANIFEST_BYTES:
             raise CorruptData(f"{file}: larger than a manifest can be")
         manifest = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -180,16 +236,26 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptData(f"{file} cannot be read: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") not in READ:
-        raise CorruptData(f"{file}: not a manifest of format {', '.join(map(str, READ))}")
+        raise CorruptData(f"{file}: {_unread(manifest)}")
     if manifest.get("sha256") != digest({k: v for k, v in manifest.items() if k != "sha256"}):
         raise CorruptData(f"{file}: its content does not match its own hash; it was altered or cut")
-    for name, facts in manifest["files"].items():
-        _check_file(path, name, facts, verify)
+    lacking = [key for key, kind in PARTS.items() if not isinstance(manifest.get(key), kind)]
+    if lacking:
+        raise CorruptData(f"{file}: not a manifest, since it lacks {', '.join(lacking)}")
     if manifest["format"] == 1:
         manifest["tensors"] = {
             name_of_format_1(key): entry for key, entry in manifest["tensors"].items()
         }
     return manifest
+
+
+def _unread(manifest: Any) -> str:
+    """Return why a manifest is of no format that is read here."""
+    number = manifest.get("format") if isinstance(manifest, dict) else None
+    known = f"not a manifest of format {', '.join(map(str, READ))}"
+    if isinstance(number, int) and number > max(READ):
+        return f"{known}, but of {number}; the version of mtrain that wrote it reads it"
+    return known
 
 
 def name_of_format_1(key: str) -> str:
@@ -198,10 +264,17 @@ def name_of_format_1(key: str) -> str:
     return f"optim/{state[:-1]}/{key.removeprefix(state)}" if state else MODEL + key
 
 
-def _check_file(root: Path, name: str, facts: dict[str, Any], verify: bool) -> None:
+def check_file(root: Path, name: str, facts: dict[str, Any], *, verify: bool) -> None:
+    """Compare a file of a checkpoint with the manifest: its size, and its hash unless it is a
+    shard; with `verify`, every byte of a shard too.
+
+    Raises:
+        CorruptData: it is missing, altered, or outside of the folder.
+        BadEnvironment: it may not be read.
+    """
     path = root / name
     # A manifest is data from elsewhere: a name such as ../x must not lead out of the folder.
-    if Path(name).name != name:
+    if Path(name).name != name or "\0" in name:
         raise CorruptData(f"{root / MANIFEST}: {name!r} is no plain file name")
     try:
         status = path.stat()

@@ -27,11 +27,6 @@ from mtrain.world.generators import seed_generators
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
 
-STREAMS = "by stage, data and context rank"
-"""Marker in a checkpoint for the ranks with distinct random generators; without it (older
-checkpoints) all ranks had the same.
-"""
-
 
 @dataclass
 class TrainState:
@@ -72,7 +67,7 @@ def save(
         "loss_scale": _loss_scale(state.optimizer),
         "skipped_updates": state.skipped_updates,
         "grid": world.grid.sizes,
-        "streams": STREAMS,
+        "streams": folder.STREAMS,
         "digest": run.digest(),
         "data": data_facts,
     }
@@ -116,8 +111,8 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     Returns:
         Whether the generators were restored too. They belong to a layout: under another one they
         start from the seed and the step, so dropout differs from the uninterrupted run while
-        everything else continues. The same happens with a checkpoint of a version whose ranks all
-        drew the same numbers.
+        everything else continues. The same happens on another kind of device, and with a checkpoint
+        of a version whose ranks all drew the same numbers.
 
     Raises:
         CorruptData: a tensor is missing or has another shape.
@@ -139,9 +134,12 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     state.schedule.num_steps = facts["schedule_steps"]
     # without an increment: sets the rate of the restored step
     state.schedule.step(0)
-    if facts["grid"] == world.grid.sizes and facts.get("streams") == STREAMS:
-        set_rng_tensors(world, checkpoint.rank_tensors(world.rank))
-        return True
+    if facts["grid"] == world.grid.sizes and facts.get("streams") == folder.STREAMS:
+        tensors = checkpoint.rank_tensors(world.rank)
+        # the state of another kind of device is of another size
+        if len(tensors["rng/device"]) == len(world.device.rng_state()):
+            set_rng_tensors(world, tensors)
+            return True
     seed_generators(seed, world.coords, state.step)
     return False
 
@@ -258,7 +256,8 @@ def _loss_scale(optimizer: Any) -> dict[str, float] | None:
 def _set_loss_scale(optimizer: Any, values: dict[str, float | None] | None) -> None:
     for leaf in optimizer_state.leaf_optimizers(optimizer):
         scaler = getattr(leaf, "grad_scaler", None)
-        if scaler is not None and values is not None:
+        # empty: that of a run with a constant scale
+        if scaler is not None and values:
             own = scaler.state_dict()
             # JSON has no infinity: the manifest has null instead
             kept = {key: float("inf") if value is None else value for key, value in values.items()}

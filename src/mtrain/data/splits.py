@@ -200,6 +200,12 @@ class Splits:
             )
         return remarks
 
+    def identity(self) -> dict[str, Any]:
+        """Return what `data_problems` compares of the training samples."""
+        known = {key: self.corpus.meta.get(key) for key in ("fingerprint", "source")}
+        train = self.train.describe()
+        return {**known, "tokenizer_sha256": self.corpus.tokenizer_sha256, "train": train}
+
     def describe(self) -> dict[str, Any]:
         """Return counts of the corpus and of each split, ready for JSON."""
         meta = self.corpus.meta
@@ -215,9 +221,19 @@ class Splits:
 def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to resume with other data than a checkpoint was trained on, or in another order.
 
-    `saved` and `now` are results of `Splits.describe`, then and now. Raises ConfigError if the
-    corpus, its tokenizer or its order differs.
+    See `data_problems`. Raises ConfigError with all of them.
     """
+    problems = data_problems(saved, now)
+    if problems:
+        raise ConfigError(problems)
+
+
+def data_problems(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem if the corpus, its tokenizer or its order differs from a checkpoint's.
+
+    `saved` and `now` are results of `Splits.describe` or `Splits.identity`, then and now.
+    """
+    problems = []
     for key, what in (("fingerprint", "corpus"), ("tokenizer_sha256", "tokenizer")):
         if saved.get(key) != now.get(key):
             rule = (
@@ -225,7 +241,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                 f" {str(now.get(key))[:12]}, then {str(saved.get(key))[:12]})"
             )
             fix = "checkpoint.accept_changes=true to continue with it, or the files as they were"
-            raise ConfigError.of("MT609", "data.path", now.get("source"), rule, fix)
+            problems.append(Problem("MT609", "data.path", now.get("source"), rule, fix))
     before = saved.get("train") or {}
     after = now.get("train") or {}
     # `Blend.describe` has this key since `Halves` orders small shares
@@ -235,7 +251,7 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             " one in a million differently"
         )
         fix = "checkpoint.accept_changes=true to continue in the new order"
-        raise ConfigError.of("MT609", "data.blend", now.get("source"), rule, fix)
+        problems.append(Problem("MT609", "data.blend", now.get("source"), rule, fix))
     order_before = [before.get(key) for key in ORDERED_BY]
     order_after = [after.get(key) for key in ORDERED_BY]
     if order_before != order_after:
@@ -247,7 +263,8 @@ def same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             "trainer.train_iters and trainer.global_batch_size as they were, or"
             " checkpoint.accept_changes=true"
         )
-        raise ConfigError.of("MT609", "trainer.train_iters", None, rule, fix)
+        problems.append(Problem("MT609", "trainer.train_iters", None, rule, fix))
+    return problems
 
 
 def open_splits(

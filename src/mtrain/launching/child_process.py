@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mtrain import strict_json
-from mtrain.ckpt.folder import read_manifest
+from mtrain.ckpt.folder import parse_manifest
 from mtrain.config.disk.token_files import unwatched
 from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, MtrainError, say_page
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, say_page
 from mtrain.launching import matmul
 from mtrain.launching.start import PARENT, execute, fork, has_threads, importable, python
 from mtrain.launching.worker import describe, leave, revive
@@ -123,7 +123,7 @@ def prepare(run: RunConfig, checkpoint: str | None) -> None:
     Raises:
         MtrainError: the data is invalid, or is not the data of `checkpoint`.
     """
-    from mtrain.data import open_splits, prepare_for_model, same_data
+    from mtrain.data import open_splits, prepare_for_model
 
     need = ("train", "validation") if run.trainer.eval_iters else ("train",)
     own = model_tokenizer(run, None if checkpoint is None else Path(checkpoint))
@@ -136,10 +136,12 @@ def prepare(run: RunConfig, checkpoint: str | None) -> None:
         if bare and run.log.progress != "none":
             with suppress(OSError):
                 say_page(bare)
-    if checkpoint is not None and not run.checkpoint.accept_changes:
-        saved = read_manifest(Path(checkpoint), verify=False)["state"].get("data")
-        if saved is not None:
-            same_data(saved, splits.describe())
+    if checkpoint is not None:
+        from mtrain.launching.verdict import data
+
+        problems = data.problems(run, parse_manifest(Path(checkpoint)), splits)
+        if problems:
+            raise ConfigError(problems)
 
 
 def _import(run: RunConfig, source: str, home: str) -> None:

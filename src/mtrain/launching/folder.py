@@ -26,6 +26,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import matmul, resume
 from mtrain.launching.resume import anchored as anchored
+from mtrain.launching.verdict import judge
 from mtrain.layout.grid import RankGrid
 from mtrain.plan.compare import METRICS, PEAKS, PLAN, planned
 from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
@@ -111,15 +112,17 @@ def _plan(run: RunConfig, launch: str | None) -> Plan:
     refuse_links(home)
     if earlier is None and checkpoint is None:
         return Plan(home, weights=resume.weights_of(run))
-    try:
-        changes = resume.changes_since(run, home, checkpoint)
-    except ConfigError:
-        if checkpoint is not None:  # a damaged run.yaml is the more likely reason
-            ckpt_folder.read_manifest(checkpoint, verify=False)
-        raise
+    changes = judge.changes_of(run, home) if checkpoint is None else _allowed(run, checkpoint)
     branches = checkpoint is not None and checkpoint.parent.parent != home
     weights = resume.weights_of(run) if checkpoint is None else None
     return Plan(home, checkpoint, changes, branches, tuple(notes), weights)
+
+
+def _allowed(run: RunConfig, checkpoint: Path) -> tuple[str, ...]:
+    """Return the keys that differ from a checkpoint's, after `checkpoint verdict` judged it."""
+    judgement = judge.examined(run, checkpoint)
+    judgement.refuse()
+    return judgement.changes
 
 
 @contextmanager

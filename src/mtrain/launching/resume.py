@@ -14,7 +14,6 @@ from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
 from mtrain.config.messages.keys import effect_of
-from mtrain.config.resolve.rates import LENGTH, goes_on_alike, new_curve
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, Problem, show
@@ -205,51 +204,6 @@ def _nothing(given: str, why: str) -> ConfigError:
     rule = f"cannot resume because {why}"
     fix = "leave out checkpoint.resume for a new run"
     return ConfigError.of("MT502", "checkpoint.resume", given, rule, fix)
-
-
-def changes_since(run: RunConfig, folder: Path, checkpoint: Path | None) -> tuple[str, ...]:
-    """Refuse differences that cannot be continued; return the others as `key: old -> new`."""
-    source = (checkpoint or folder) / RUN_FILE
-    if not source.is_file():
-        return ()
-    other = read_run_file(source)
-    step = 0
-    trained = True
-    if checkpoint is not None:
-        manifest = ckpt_folder.read_manifest(checkpoint, verify=False)
-        step = int(manifest["step"])
-        trained = not manifest["state"].get("weights_only")
-    # imported weights were trained elsewhere: only the model itself has to agree
-    if trained:
-        differences = differences_of(run, other, *Effect)
-    else:
-        differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
-    problems = []
-    longer = run.trainer.steps > other.trainer.steps
-    free = LENGTH if longer and goes_on_alike(run, other, step) else ()
-    for key, (old, new) in differences.items():
-        effect = effect_of(key)
-        where = f"{source} has {show(old)}"
-        if effect is Effect.ARCHITECTURE:
-            rule = f"the checkpoint is of another model: {where}"
-            problems.append(Problem("MT503", key, new, rule, f"{key}={show(old)}"))
-        elif key == LENGTH[0] and longer and key not in free and not run.checkpoint.accept_changes:
-            rule = (
-                f"the run has {old} steps, of which {step} are made: {new_curve(run, other, step)}"
-            )
-            fix = f"checkpoint.accept_changes=true to continue with that curve, or {key}={old}"
-            problems.append(Problem("MT504", key, new, rule, fix))
-        elif effect is Effect.NUMERICS and key not in free and not run.checkpoint.accept_changes:
-            fix = (
-                f"{key}={show(old)}, or checkpoint.accept_changes=true to continue with the new"
-                " value"
-            )
-            problems.append(
-                Problem("MT504", key, new, f"changes the numbers of the resumed run: {where}", fix)
-            )
-    if problems:
-        raise ConfigError(problems)
-    return tuple(f"{key}: {show(old)} -> {show(new)}" for key, (old, new) in differences.items())
 
 
 # Key -> its value in the other configuration, and in this one

@@ -153,7 +153,7 @@ def rank_states(run: RunConfig, stage: int) -> States:
     whole = list[tuple[Weight, Matrix]]()
     grid = RankGrid.of(run)
     copies = run.parallel.hsdp_replicas
-    size = _bucket_size(run, grid, stage)
+    size = bucket_size(run, grid, stage)
     for held in held_stages(run)[stage]:
         weights = stage_weights(run, held)
         every += weights
@@ -162,12 +162,12 @@ def rank_states(run: RunConfig, stage: int) -> States:
             chosen = [w for w in weights if w.expert == expert and not w.frozen]
             buckets += [
                 (b, max(1, ranks // copies))
-                for b in _buckets(run, chosen, max(1, ranks // copies), size)
+                for b in buckets_of(run, chosen, max(1, ranks // copies), size)
             ]
     return States(run, tuple(every), tuple(buckets), tuple(whole))
 
 
-def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
+def bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
     """Return the elements of a bucket; None: all are in one."""
     p = run.parallel
     if not p.overlap_grad_reduce or stage:
@@ -175,7 +175,7 @@ def _bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:
     return p.ddp_bucket_size or max(SMALLEST_BUCKET, BUCKET_PER_RANK * grid.dp)
 
 
-def _buckets(
+def buckets_of(
     run: RunConfig, weights: Sequence[Weight], ranks: int, size: int | None
 ) -> Iterator[Bucket]:
     """Yield a buffer of weights, the last first, cut into buckets as megatron-core's

@@ -13,6 +13,7 @@ from mtrain import startup, units
 from mtrain.assembly.kernel_variants import use_measured
 from mtrain.assembly.model import build_model
 from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt.folder import reading
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.schema.run import RunConfig
@@ -189,8 +190,9 @@ def _load(
     done = None
     checkpoint = Checkpoint(path, {})
     try:
-        checkpoint = ckpt_state.opened(path, context.run, context.world)
-        done = restore(checkpoint)
+        with reading(path):
+            checkpoint = ckpt_state.opened(path, context.run, context.world)
+            done = restore(checkpoint)
     except (CorruptData, BadEnvironment) as error:
         damage = f"{type(error).__name__}\n{error}"
     # Over the store: a rank may wait here for longer than a collective would.

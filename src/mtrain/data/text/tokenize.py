@@ -279,34 +279,76 @@ def prepare(
     return _cached(data, note, tokenizer)
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """A text corpus in the cache, before anybody read its files."""
+
+    text: TextCorpus
+    cache: Path
+    settings: dict[str, Any]
+    given: dict[str, Any]
+    """The facts of a tokenizer that is named; empty if one is trained on the text."""
+
+    @classmethod
+    def of(cls, data: DataConfig, tokenizer: Path | None) -> _Wanted:
+        """Return the corpus that a configuration wants."""
+        text = open_corpus(data)
+        settings = {
+            "format": FORMAT,
+            "vocab_size": data.tokenizer_vocab_size,
+            "limit_bytes": text.limit_bytes,
+            "tokenizers": version("tokenizers"),
+        }
+        given: dict[str, Any] = {}
+        if tokenizer is not None:
+            from mtrain.data.text.tokenizer import Tokenizer, end_of_document_id
+
+            given = {
+                "tokenizer": sha256_of(tokenizer),
+                "eod": end_of_document_id(Tokenizer(tokenizer)),
+            }
+        return cls(text, Path(os.path.expanduser(data.cache_dir)), settings, given)
+
+    @property
+    def note(self) -> Path:
+        """Return the file that has the digest of the contents of these files, as they are."""
+        # If the same files were seen before and did not change, their digest is known.
+        stamps = [[f.name, *f.stamp] for f in self.text.files]
+        root = str(self.text.files[0].path)
+        stamped = {**self.settings, **self.given, "root": root, "files": stamps}
+        return self.cache / "seen" / _hash(stamped)
+
+    def seen(self) -> Corpus | None:
+        """Return the corpus if these very files were tokenized before; None otherwise."""
+        note = self.note
+        with contextlib.suppress(OSError, ValueError):
+            digest = f"{int(note.read_text(encoding='ascii'), 16):016x}"
+            if (corpus := _open(self.cache / f"{self.text.name}-{digest}")) is not None:
+                with contextlib.suppress(OSError):  # another user's file, or a read-only disk
+                    os.utime(note)
+                return corpus
+        return None
+
+
+def seen(data: DataConfig, tokenizer: Path | None = None) -> Corpus | None:
+    """Return the corpus that `prepare` returns if its files were tokenized before; None otherwise.
+
+    Raises ConfigError for a path that cannot be used.
+    """
+    if tokenizer is None and data.tokenizer:
+        tokenizer = user_path(data.tokenizer)
+    return _Wanted.of(data, tokenizer).seen()
+
+
 def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | None) -> Corpus:
     """Return the tokenized text corpus from the cache; build it if it is missing."""
-    text = open_corpus(data)
-    cache = Path(os.path.expanduser(data.cache_dir))
-    settings = {
-        "format": FORMAT,
-        "vocab_size": data.tokenizer_vocab_size,
-        "limit_bytes": text.limit_bytes,
-        "tokenizers": version("tokenizers"),
-    }
-    given: dict[str, Any] = {}
-    if tokenizer is not None:
-        from mtrain.data.text.tokenizer import Tokenizer, end_of_document_id
-
-        given = {
-            "tokenizer": sha256_of(tokenizer),
-            "eod": end_of_document_id(Tokenizer(tokenizer)),
-        }
-    # If the same files were seen before and did not change, the digest of their contents is known.
-    stamps = [[f.name, *f.stamp] for f in text.files]
-    stamped = {**settings, **given, "root": str(text.files[0].path), "files": stamps}
-    seen = cache / "seen" / _hash(stamped)
-    with contextlib.suppress(OSError, ValueError):
-        folder = cache / f"{text.name}-{int(seen.read_text(encoding='ascii'), 16):016x}"
-        if (corpus := _open(folder)) is not None:
-            with contextlib.suppress(OSError):  # another user's file, or a read-only disk
-                os.utime(seen)
-            return corpus
+    wanted = _Wanted.of(data, tokenizer)
+    if (corpus := wanted.seen()) is not None:
+        return corpus
+    text = wanted.text
+    cache = wanted.cache
+    settings = wanted.settings
+    given = wanted.given
     # before the contents are read: a file that changes meanwhile gets a later time
     settled = max(max(f.stamp[1:3]) for f in text.files) < time.time_ns() - SETTLED_NS
     contents = _digest(text)
@@ -322,7 +364,7 @@ def _cached(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     if settled:
         # without the note, the next run reads the contents again
         with contextlib.suppress(OSError):
-            seen.write_text(digest, encoding="ascii")
+            wanted.note.write_text(digest, encoding="ascii")
     return corpus
 
 

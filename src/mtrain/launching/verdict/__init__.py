@@ -1,0 +1,1 @@
+"""The verdict on a checkpoint: whether a run can continue from it, and what changes if it does."""

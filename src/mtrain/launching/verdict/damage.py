@@ -1,0 +1,73 @@
+"""Damage of a checkpoint that shows without reading its tensors. Needs no torch.
+
+A run compares sizes and headers before any rank starts; ranks compare the bytes that they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mtrain.ckpt import folder, hashes
+from mtrain.errors import CorruptData
+
+MOST_HEADERS = 1024
+"""Headers of shards that one process reads; those of larger checkpoints are left to the ranks."""
+MOST_NAMED = 20
+
+
+def damage(path: Path, manifest: dict[str, Any]) -> list[str]:
+    """Return a line for each file, and each tensor of the manifest, that is not as written.
+
+    Raises:
+        BadEnvironment: a file may not be read.
+    """
+    found = [*_files(path, manifest["files"]), *_tensors(path, manifest)]
+    more = len(found) - MOST_NAMED
+    return [*found[:MOST_NAMED], *([f"... and {more} more"] if more > 0 else [])]
+
+
+def strangers(path: Path, manifest: dict[str, Any]) -> list[str]:
+    """Return the names of shards in the folder that do not belong to the checkpoint."""
+    named = manifest["files"]
+    return sorted(file.name for file in path.glob("*.safetensors") if file.name not in named)
+
+
+def _files(path: Path, files: dict[str, Any]) -> Iterator[str]:
+    headers = 0
+    for name, facts in files.items():
+        try:
+            folder.check_file(path, name, facts, verify=False)
+            # A shard of another step may have the same size: only its header tells.
+            if "header_sha256" in facts and headers < MOST_HEADERS:
+                headers += 1
+                hashes.checked(path / name, facts).close()
+        except CorruptData as error:
+            yield str(error)
+        except (KeyError, TypeError):
+            yield f"{path / folder.MANIFEST}: says nothing of {name} that can be compared"
+
+
+def _tensors(path: Path, manifest: dict[str, Any]) -> Iterator[str]:
+    for key, entry in manifest["tensors"].items():
+        try:
+            whole = prod(entry["shape"])
+            pieces = {
+                (tuple(p["offset"]), tuple(p["shape"]), tuple(p["flat"] or ())): p["file"]
+                for p in entry["pieces"]
+            }
+            covered = sum(_size(shape, flat) for _, shape, flat in pieces)
+            lost = sorted({file for file in pieces.values() if file not in manifest["files"]})
+        except (KeyError, TypeError, ValueError, IndexError):
+            yield f"{path / folder.MANIFEST}: {key} is not described as a tensor"
+            continue
+        if covered != whole:
+            yield f"{path}: the pieces of {key} cover {covered} of {whole} elements"
+        if lost:
+            yield f"{path / lost[0]} does not belong to the checkpoint, and {key} lies in it"
+
+
+def _size(shape: tuple[int, ...], flat: tuple[int, ...]) -> int:
+    return prod(shape) if not flat else flat[1] - flat[0]
