@@ -35,6 +35,7 @@ from mtrain_kernels.registry import (
     Unavailable,
     pick,
 )
+from mtrain_kernels.runtime import cuda_capability, kind_of
 
 Gradient = Callable[[Tensor, Tensor], Tensor]
 Share = Callable[[Tensor], Tensor]
@@ -337,7 +338,7 @@ def _refused(a: Tensor, b: Tensor, kinds: tuple[int, int]) -> str | None:
 @functools.cache
 def _refuses_blocks(device: torch.device) -> str | None:
     """Return why cuBLAS takes no scales for blocks of 128 on a device, or None."""
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if cuda_capability(device)[0] != 9:
         return "cuBLAS takes scales for blocks of 128 on sm_90 only"
     cuda = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
     if not hasattr(functional, "scaled_mm") or cuda < (12, 9):
@@ -413,7 +414,7 @@ def too_old(device: torch.device) -> str | None:
 
 
 def _cublas(device: torch.device) -> str | None:
-    return too_old(device) if device.type == "cuda" else "cuBLAS runs on NVIDIA's GPUs"
+    return too_old(device) if kind_of(device) == "cuda" else "cuBLAS runs on NVIDIA's GPUs"
 
 
 def _launch(model: Model) -> None:
