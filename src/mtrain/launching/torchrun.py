@@ -23,6 +23,7 @@ from mtrain.errors import BadEnvironment, ConfigError, MtrainError, TrainingErro
 from mtrain.launching import folder, matmul
 from mtrain.launching.causes import environment_fault
 from mtrain.launching.child_process import prepare
+from mtrain.launching.warming import Warming
 from mtrain.launching.worker import describe, enter, leave, revive
 from mtrain.world import launchers
 from mtrain.world.rank_env import LAUNCHER
@@ -104,19 +105,27 @@ def train(run: RunConfig, argv: list[str]) -> int:
     so that no destructor waits for a rank that has ended.
     """
     run = folder.anchored(run)
+    kernels = None
+    if is_first_here():
+        first = int(rank()) - int(os.environ.get("LOCAL_RANK", "0"))
+        kernels = Warming(run, first, ranks_here(), apart=True)
+        kernels.begin(prepared=False)
     enter(run, _end)
     from mtrain.train.run import Paths
     from mtrain.train.run import train as train_rank
     from mtrain.world.init import World
     from mtrain.world.join import working
 
-    if is_first_here():
+    if kernels is not None:
         startup.mark(startup.LIBRARIES)
         # A corpus is tokenized once per machine, while the others wait for this rank.
         with working():
             prepare(run, None)
         startup.mark(startup.DATA)
+        kernels.begin(prepared=True)
     with ExitStack() as stack:
+        if kernels is not None:
+            stack.callback(kernels.close)
 
         def locate(world: World) -> Paths:
             decision = ""
