@@ -59,7 +59,7 @@ class Busy(Exception):
 
 
 class _Lookups:
-    """What this process does where Triton looks a binary up."""
+    """The way in which this process looks binaries up, and those that it did."""
 
     def __init__(self, *, lists: bool = False, waits: bool = True) -> None:
         self.launches: dict[tuple[str, str], Launch] = {}

@@ -108,7 +108,7 @@ def test_warming_complete_cache_starts_nothing(tmp_path: Path) -> None:
         lambda text: '{"launches": []}',
     ],
 )
-def test_warm_cache_damaged_record_is_no_record(tmp_path: Path, damage: Any) -> None:
+def test_warming_damaged_record_is_no_record(tmp_path: Path, damage: Any) -> None:
     path = tmp_path / "record.json"
     warm_cache.write(path, LAUNCHES)
     assert warm_cache.read(path) == LAUNCHES
@@ -116,7 +116,7 @@ def test_warm_cache_damaged_record_is_no_record(tmp_path: Path, damage: Any) -> 
     assert warm_cache.read(path) is None
 
 
-def test_warm_cache_record_belongs_to_what_decides_kernels() -> None:
+def test_warming_record_belongs_to_what_decides_kernels() -> None:
     files = {
         warm_cache.record_file(run, stage, os.environ)
         for run, stage in (
@@ -179,10 +179,10 @@ from pathlib import Path
 import torch
 torch.version.cuda = "12.9"  # of a build for GPUs, by which FP8 is multiplied by cuBLAS
 from mtrain.config.schema.run import RunConfig
-from mtrain.launching import warming
+from mtrain.launching import kernels
 
 run = RunConfig.model_validate_json(Path(sys.argv[2]).read_text())
-warming.compile_kernels(run, {"0": 0}, 1, sys.argv[3])
+kernels.compile_kernels(run, {"0": 0}, 1, sys.argv[3])
 """
 
 

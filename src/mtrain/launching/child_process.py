@@ -168,7 +168,7 @@ def _validation(run: RunConfig, tokenizer: str | None) -> None:
 
 
 def _kernels(run: RunConfig, stages: dict[str, int], count: int, report: str) -> None:
-    from mtrain.launching.warming import compile_kernels
+    from mtrain.launching.kernels import compile_kernels
 
     compile_kernels(run, stages, count, report)
 

@@ -107,8 +107,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
     run = folder.anchored(run)
     kernels = None
     if is_first_here():
-        first = int(rank()) - int(os.environ.get("LOCAL_RANK", "0"))
-        kernels = Warming(run, first, ranks_here(), apart=True)
+        lowest = int(rank()) - int(os.environ.get("LOCAL_RANK", "0"))
+        kernels = Warming(run, lowest, ranks_here(), apart=True)
         kernels.begin(prepared=False)
     enter(run, _end)
     from mtrain.train.run import Paths

@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
-import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from mtrain_kernels.compilations import Launch
 
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.schema.run import RunConfig
@@ -27,11 +21,8 @@ from mtrain.errors import BadEnvironment
 from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place, apply, environment
 from mtrain.layout.grid import RankGrid
-from mtrain.processes import die_with
 from mtrain.train import warm_cache
 
-MOST_PROCESSES = 32
-NICE = 10
 _number = itertools.count()
 
 
@@ -59,7 +50,7 @@ class Warming:
         place = Place.here(self.count)
         given = dict(os.environ)
         apply(environment(self.run, place, given), given)
-        known = known_launches(self.run, self.stages(), given)
+        known = warm_cache.known(self.run, self.stages(), given)
         if known is None and not prepared and self.run.data.kind != "mock":
             return
         name = f"warmed-{os.getpid()}-{next(_number)}.json"
@@ -95,80 +86,6 @@ class Warming:
         if self.report is not None:
             os.environ.pop(warm_cache.VARIABLE, None)
             self.report.unlink(missing_ok=True)
-
-
-def known_launches(
-    run: RunConfig, stages: Mapping[int, int], given: Mapping[str, str]
-) -> list[Launch] | None:
-    """Return the recorded launches of pipeline stages, without repetitions; None if a record is
-    missing or damaged. `given` is the environment of the ranks.
-    """
-    found: dict[tuple[str, str], Launch] = {}
-    for stage in stages:
-        record = warm_cache.read(warm_cache.record_file(run, stage, given))
-        if record is None:
-            return None
-        found |= {(one.kernel, one.data): one for one in record}
-    return list(found.values())
-
-
-def compile_kernels(run: RunConfig, stages: Mapping[str, int], count: int, report: str) -> None:
-    """Compile what the launches of pipeline stages need, in this process and its children, and
-    write a report.
-
-    `stages` has a rank of each stage; `count` ranks share this machine.
-    """
-    began = time.monotonic()
-    os.nice(NICE)
-    # Libraries greet at their import, and the compiler prints what it does not like.
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, sys.stdout.fileno())
-    os.dup2(silence, sys.stderr.fileno())
-    apply(environment(run, Place.here(count), os.environ), os.environ)
-    # Neither threads, which no process survives that is forked, nor a driver.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        facts = _compiled(
-            run, {int(stage): rank for stage, rank in stages.items()}, count, Path(report)
-        )
-    except Exception as error:  # every kernel is compiled at its launch
-        facts = {"error": f"{type(error).__name__}: {error}"}
-    seconds = round(time.monotonic() - began, 3)
-    warm_cache.tell(Path(report), {**facts, "ended": True, "seconds": seconds})
-
-
-def _compiled(run: RunConfig, stages: dict[int, int], count: int, report: Path) -> dict[str, Any]:
-    from mtrain_kernels.compilations import compile_ahead
-
-    facts: dict[str, Any] = {"list": "record"}
-    launches = known_launches(run, stages, os.environ)
-    if launches is None:
-        launches, why = _listed(run, list(stages.values()))
-        facts = {"list": "shapes", "incomplete": why} if why else {"list": "shapes"}
-    processes = min(MOST_PROCESSES, len(launches), max(1, Place.here(count).cores - count))
-    facts |= {"kernels": len(launches), "processes": processes}
-    warm_cache.tell(report, {**facts, "ended": False})
-    parent = os.getpid()
-    assert run.cluster.sm is not None
-    return facts | compile_ahead(launches, run.cluster.sm, processes, lambda: die_with(parent))
-
-
-def _listed(run: RunConfig, ranks: list[int]) -> tuple[list[Launch], str]:
-    from mtrain import mcore as adapter
-    from mtrain.config.machine.devices import CPU
-    from mtrain.devices import registry
-
-    adapter.install(registry.get(CPU.name))
-    import torch
-
-    from mtrain.assembly.kernel_variants import use_named
-    from mtrain.train.trace.launches import launches_of
-
-    torch.use_deterministic_algorithms(run.trainer.deterministic)
-    use_named(run)
-    assert run.cluster.sm is not None
-    return launches_of(run, ranks, run.cluster.sm)
 
 
 def _compiles(run: RunConfig) -> bool:

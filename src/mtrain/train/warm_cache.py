@@ -30,7 +30,6 @@ SECTIONS = ("model.", "precision.", "kernels.", "parallel.")
 KEYS = (
     "cluster.device",
     "cluster.sm",
-    "data.length",
     "data.kind",
     "data.seq_length",
     "data.micro_batch_size",
@@ -55,7 +54,7 @@ def record_file(run: RunConfig, stage: int, environment: Mapping[str, str]) -> P
     """Return the file of the record of a pipeline stage of runs like this one."""
     flat = run.flat()
     facts = {key: value for key, value in flat.items() if key.startswith(SECTIONS) or key in KEYS}
-    body = json.dumps([facts, stage, _versions(), _sources()], sort_keys=True, default=str)
+    body = strict_json.dumps([facts, stage, _versions(), _sources()], sort_keys=True, default=str)
     name = hashlib.sha256(body.encode()).hexdigest()[:32]
     return cache_folder(environment) / FOLDER / f"{name}.json"
 
@@ -89,6 +88,19 @@ def read(path: Path) -> list[Launch] | None:
         return None
     whole = all(isinstance(value, str) for one in found for value in asdict(one).values())
     return found if whole and found else None
+
+
+def known(run: RunConfig, stages: Iterable[int], given: Mapping[str, str]) -> list[Launch] | None:
+    """Return the recorded launches of pipeline stages, without repetitions; None if a record is
+    missing or damaged. `given` is the environment of the ranks.
+    """
+    found: dict[tuple[str, str], Launch] = {}
+    for stage in stages:
+        record = read(record_file(run, stage, given))
+        if record is None:
+            return None
+        found |= {(one.kernel, one.data): one for one in record}
+    return list(found.values())
 
 
 def write(path: Path, launches: Iterable[Launch]) -> None:

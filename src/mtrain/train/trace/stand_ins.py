@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from mtrain.config.machine.devices import CPU
+
 aten = torch.ops.aten
 WAITS = "the host reads a tensor"
 DEPENDS = "a shape depends on values"
@@ -42,7 +44,7 @@ def stand_in(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str | None, 
     target = _target(packet, args, kwargs)
     if target is None or not given or target == given[-1].device.type:
         return None, NotImplemented
-    if target == "cpu":
+    if target == CPU.name:
         return WAITS, _on_host(func, args, kwargs)
     return (COPIES if target == "meta" else None), NotImplemented
 
@@ -100,4 +102,4 @@ def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
     if func.overloadpacket is aten.copy_:
         return args[0].zero_()
     dtype = kwargs.get("dtype") or args[0].dtype
-    return torch.zeros(args[0].shape, dtype=dtype, device="cpu")
+    return torch.zeros(args[0].shape, dtype=dtype, device=CPU.name)
