@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_kernels import sass
+from mtrain_kernels.compilations import targeting
 from mtrain_kernels.registry import MODELS, ops
 
 # Bytes that a block may use, by compute capability.
@@ -78,31 +78,11 @@ class Row:
         return found
 
 
-class _Driver:
-    """A driver whose device is a GPU of one compute capability: all that compilation reads."""
-
-    def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.arch = arch
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.arch
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-
 @contextmanager
 def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[None]:
     """Turn each launch, or with `once` the first of each kernel, into a compilation for `arch`,
     kept by hash.
     """
-    from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
@@ -116,17 +96,12 @@ def _compile_only(arch: int, compiled: dict[str, Any], once: bool) -> Iterator[N
         compiled.setdefault(kernel.hash, (self.__name__, kernel))
         return kernel
 
-    # The public property would look for a GPU if no driver is active yet.
-    active = driver._active
-    driver.set_active(_Driver(arch))
     JITFunction.run = compile_
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+        with targeting(arch):
             yield
     finally:
         JITFunction.run = run
-        driver._active = active
 
 
 def compile_op(name: str, model: str, arch: int, once: bool = False) -> list[Row]:

@@ -16,6 +16,8 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from mtrain_kernels import compilations
+
 MOST = 4096
 """Binaries and kinds of arguments that a kernel remembers; past that it starts again."""
 ALIGNED = 16
@@ -31,7 +33,14 @@ class _Known(NamedTuple):
     """Constants that follow the arguments of the launch in the kernel's signature."""
 
 
-class Kernel(JITFunction[Any]):
+class Recorded(JITFunction[Any]):
+    """A Triton kernel whose binaries are recorded, and compiled by one process at a time."""
+
+    def _do_compile(self, *given: Any, **named: Any) -> Any:
+        return compilations.looked_up(self, super()._do_compile, *given, **named)
+
+
+class Kernel(Recorded):
     """A Triton kernel that remembers which binary it launched for which kinds of arguments.
 
     The kind of a tensor is its dtype and whether its address is a multiple of 16 bytes; of an
@@ -154,3 +163,16 @@ def kernel(function: Callable[..., Any]) -> Any:
     if knobs.runtime.interpret:
         return triton.jit(function)
     return Kernel(function)
+
+
+def kernel_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a kernel that is not compiled for values of the arguments `names`, which change from
+    launch to launch.
+    """
+
+    def declare(function: Callable[..., Any]) -> Any:
+        if knobs.runtime.interpret:
+            return triton.jit(function, do_not_specialize=names)
+        return Recorded(function, do_not_specialize=names)
+
+    return declare

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -174,6 +175,36 @@ def processors(device: torch.device) -> int:
     if device.type == "cpu":
         return 2
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
+
+
+_meta = "meta"
+
+
+@contextmanager
+def meta_stands_for(kind: str) -> Iterator[None]:
+    """Let tensors without memory be taken for those of a kind of device inside, so that a library
+    is chosen for them as there.
+    """
+    global _meta
+    before = _meta
+    _meta = kind
+    try:
+        yield
+    finally:
+        _meta = before
+
+
+def kind_of(device: torch.device) -> str:
+    """Return the type of a device; of meta tensors, that which they stand for."""
+    return _meta if device.type == "meta" else device.type
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a device whose `kind_of` is `cuda`."""
+    if device.type == "meta":
+        major, minor = divmod(capability(device), 10)
+        return major, minor
+    return torch.cuda.get_device_capability(device)
 
 
 def capability(device: torch.device) -> int:

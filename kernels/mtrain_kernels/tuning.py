@@ -45,11 +45,16 @@ def file_of(device: torch.device) -> Path:
     """Return the file of measurements of a device with the installed Triton; `MTRAIN_KERNELS_CACHE`
     names another folder.
     """
-    import triton
-
     name = (
         torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "cpu"
     )
+    return file_named(name)
+
+
+def file_named(name: str) -> Path:
+    """Return the file of measurements of devices that the driver calls `name`."""
+    import triton
+
     folder = Path(os.environ.get(FOLDER) or Path.home() / ".cache" / "mtrain" / "kernels")
     plain = "".join(c if c.isalnum() else "-" for c in name)
     return folder / f"{plain}-triton-{triton.__version__}.json"

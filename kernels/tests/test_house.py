@@ -51,7 +51,7 @@ def _is_readable(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-            kernel = any("jit" in each or each == "kernel" for each in decorators)
+            kernel = any("jit" in each or each.startswith("kernel") for each in decorators)
             length = (node.end_lineno or 0) - node.lineno + 1
             allowed = KERNEL_LINES if kernel else FUNCTION_LINES
             if isinstance(node, ast.FunctionDef):

@@ -74,13 +74,14 @@ class Startup:
         """Return the seconds from the beginning to the end of the last part."""
         return self.ends[-1][1] - self.begun if self.ends else 0.0
 
-    def line(self, compiled: int) -> str:
+    def line(self, compiled: int, ahead: int = 0) -> str:
         """Return the parts as a line of text, without those below `LEAST_S`; `compiled` counts
-        kernels.
+        kernels, and `ahead` those that other processes compiled meanwhile.
         """
         parts = self.seconds().items()
         shown = [f"{name} {units.seconds(spent)}" for name, spent in parts if spent >= LEAST_S]
         more = f", with {compiled} kernels compiled" if compiled else ""
+        more += f", {ahead} kernels compiled ahead" if ahead else ""
         return f"start-up: {units.seconds(self.total())}: {', '.join(shown)}{more}"
 
 

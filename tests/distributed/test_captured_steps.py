@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from mtrain.config.families import FIRST, packages
-from tests.support.capture_recorder import CHANGES, DEPENDS, FREED, WAITS
+from mtrain.train.trace.stand_ins import DEPENDS, WAITS
+from tests.support.capture_recorder import CHANGES, FREED
 from tests.support.captured_steps import recorded
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mtrain.devices import cpu_namespace
+from mtrain.train.trace.stand_ins import COPIES, DEPENDS, WAITS
 from tests.support.capture_recorder import (
     CHANGES,
-    COPIES,
-    DEPENDS,
     FREED,
     KEPT,
     MOVED,
     SYNCHRONISES,
-    WAITS,
     replayed,
 )
 

@@ -32,3 +32,5 @@ def test_startup_begins_with_the_process() -> None:
 def test_startup_line_leaves_short_parts_out() -> None:
     known = startup.Startup(10.0, [("imports", 14.0), ("joining", 14.02)])
     assert known.line(3) == "start-up: 4.0s: imports 4.0s, with 3 kernels compiled"
+    text = known.line(0, ahead=2)
+    assert text == "start-up: 4.0s: imports 4.0s, 2 kernels compiled ahead"

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mtrain_kernels.admitted import missing
 from mtrain_kernels.attention import cpu, reference
 from mtrain_kernels.attention.tiles import WIDEST
-from mtrain_kernels.runtime import HAS_TRITON, triton_obstacle
+from mtrain_kernels.runtime import HAS_TRITON, cuda_capability, kind_of, triton_obstacle
 
 HALF = (torch.float16, torch.bfloat16)
 HAS_FLASH3 = importlib.util.find_spec("flash_attn_interface") is not None
@@ -88,11 +88,16 @@ def describe(
     packed: bool,
 ) -> Call:
     """Return the call that these tensors and settings make."""
-    capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else (0, 0)
     sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
     return Call(
-        q.device.type, capability, q.dtype, *sizes, window, masked, sink, softcap, dropout_p, packed
+        *device_of_call(q.device), q.dtype, *sizes, window, masked, sink, softcap, dropout_p, packed
     )
+
+
+def device_of_call(device: torch.device) -> tuple[str, tuple[int, int]]:
+    """Return the kind of a device, and its compute capability if it is CUDA's."""
+    kind = kind_of(device)
+    return kind, cuda_capability(device) if kind == "cuda" else (0, 0)
 
 
 def _common(call: Call, oldest: tuple[int, int], largest: int) -> Iterator[str]:

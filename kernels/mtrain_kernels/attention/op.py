@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrain_kernels.attention import backends, cpu, flash, reference, roundings
-from mtrain_kernels.attention.backends import RULES, Call
+from mtrain_kernels.attention.backends import RULES, Call, device_of_call
 from mtrain_kernels.attention.seen import Seen
 from mtrain_kernels.registry import Case, Cost, Implementation, Model, Op, Unavailable
 from mtrain_kernels.runtime import GRID
@@ -375,11 +375,9 @@ def _device_obstacle(name: str) -> Any:
     """Return why a backend cannot run on a device, whatever the call."""
 
     def obstacle(device: torch.device) -> str | None:
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         # The call that most backends take: what they still refuse is the device.
         plain = Call(
-            device.type,
-            capability,
+            *device_of_call(device),
             torch.bfloat16,
             1,
             1,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_kernels.fp8_linear.reference import BLOCK, rows_of
-from mtrain_kernels.runtime import on_device_of
+from mtrain_kernels.runtime import cuda_capability, on_device_of
 
 KINDS = (
     (0, 0),
@@ -70,7 +70,7 @@ def refused(a: Tensor, b: Tensor, kinds: tuple[int, int]) -> str | None:
 @functools.cache
 def refuses_blocks(device: torch.device) -> str | None:
     """Return why cuBLAS takes no scales for blocks of 128 on a device, or None."""
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if cuda_capability(device)[0] != 9:
         return "cuBLAS takes scales for blocks of 128 on sm_90 only"
     cuda = tuple(int(part) for part in str(torch.version.cuda).split(".")[:2])
     if not hasattr(functional, "scaled_mm") or cuda < (12, 9):

@@ -35,6 +35,7 @@ from mtrain_kernels.registry import (
     Unavailable,
     pick,
 )
+from mtrain_kernels.runtime import cuda_capability, kind_of
 
 AddProduct = Callable[[Tensor], None]
 Gradient = Callable[[Tensor, AddProduct], Tensor]
@@ -330,16 +331,17 @@ def add_scaled_product(
     _add_product(into, *operands, backend, adds_at_once(a.device))
 
 
-@functools.cache
 def adds_at_once(device: torch.device) -> bool:
     """Return whether products add to a matrix themselves: on a GPU if parity has proven that on its
     generation, and on a CPU.
 
     Otherwise a separate pass adds what they return.
     """
-    if device.type != "cuda":
-        return True
-    major, minor = torch.cuda.get_device_capability(device)
+    return kind_of(device) != "cuda" or _proven(*cuda_capability(device))
+
+
+@functools.cache
+def _proven(major: int, minor: int) -> bool:
     return not missing(10 * major + minor, [GRADIENT])
 
 
@@ -420,7 +422,7 @@ def too_old(device: torch.device) -> str | None:
 
 
 def _cublas(device: torch.device) -> str | None:
-    return too_old(device) if device.type == "cuda" else "cuBLAS runs on NVIDIA's GPUs"
+    return too_old(device) if kind_of(device) == "cuda" else "cuBLAS runs on NVIDIA's GPUs"
 
 
 def _launch(model: Model) -> None:

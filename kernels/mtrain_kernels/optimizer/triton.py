@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtrain_kernels.launch_triton import kernel
+from mtrain_kernels.launch_triton import kernel, kernel_for_any
 from mtrain_kernels.optimizer.reference import Hyper, Lists
 from mtrain_kernels.optimizer.rounding import MOMENT_BLOCK
 from mtrain_kernels.optimizer.tables import address, tables
@@ -230,7 +230,7 @@ def over(x, by, inverse):
 
 
 # Both change between calls, and a kernel specialised on their values would be compiled again.
-@triton.jit(do_not_specialize=["seed", "step"])
+@kernel_for_any("seed", "step")
 def adamw_kernel(
     table_ptr,
     chunks_ptr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 from mtrain_kernels import tuning
 
@@ -29,3 +30,16 @@ def use_measured(run: RunConfig, world: World) -> None:
             # not an error: the other ranks wait for an answer, and the first variants always work
             warn(f"kernels take their first variants: {error}")
     tuning.use(json.loads(world.tell(json.dumps(record, allow_nan=False))))
+
+
+def use_named(run: RunConfig) -> None:
+    """Take the variants of the first device that the cluster names and that was measured, where no
+    device can be asked; see `use_measured`.
+    """
+    if run.trainer.deterministic:
+        return
+    for name in run.cluster.driver_names:
+        with suppress(ImportError, OSError, RuntimeError, ValueError):
+            if record := tuning.read(tuning.file_named(name)):
+                tuning.use(record)
+                return

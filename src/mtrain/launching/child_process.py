@@ -32,8 +32,10 @@ from mtrain.processes import die_with
 class ChildProcess:
     """A child process that does one piece of work; `result` raises its errors here."""
 
-    def __init__(self, name: str, run: RunConfig, **arguments: Any) -> None:
-        """Start `WORK[name](run, **arguments)`.
+    def __init__(
+        self, name: str, run: RunConfig, *, executed: bool = False, **arguments: Any
+    ) -> None:
+        """Start `WORK[name](run, **arguments)`; `executed` forbids to fork.
 
         Raises:
             BadEnvironment: no process can be started.
@@ -41,7 +43,7 @@ class ChildProcess:
         self.name = name
         self.read_end, write_end = os.pipe()
         try:
-            start = _execute if has_threads() else _fork
+            start = _execute if executed or has_threads() else _fork
             self.pid = start(name, run, arguments, write_end)
         except OSError as error:
             os.close(self.read_end)
@@ -56,6 +58,15 @@ class ChildProcess:
             os.kill(self.pid, signal.SIGKILL)
         os.close(self.read_end)
         os.waitpid(self.pid, 0)
+
+    def abandon(self) -> None:
+        """End the child if it still runs; the launcher may have collected it with its ranks."""
+        os.close(self.read_end)
+        with suppress(ChildProcessError):
+            # 0 only for a child that runs, so the id is that of no other process.
+            if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
 
     def result(self) -> Any:
         """Wait for the child to end, and return the result of its work.
@@ -158,6 +169,12 @@ def _validation(run: RunConfig, tokenizer: str | None) -> None:
     validation_of(run.data, run.model.vocab_size, run.trainer.seed, file, asked(run))
 
 
+def _kernels(run: RunConfig, stages: dict[str, int], count: int, report: str) -> None:
+    from mtrain.launching.kernels import compile_kernels
+
+    compile_kernels(run, stages, count, report)
+
+
 def _reference_logits(run: RunConfig, folder: str, ids: list[int], out: str) -> None:
     from mtrain.convert.huggingface import hf_reference
 
@@ -170,6 +187,7 @@ WORK: dict[str, Callable[..., Any]] = {
     "import": _import,
     "validation": _validation,
     "products": matmul.measure,
+    "kernels": _kernels,
     "logits of transformers": _reference_logits,
 }
 # Name -> the work in words, for messages
@@ -178,6 +196,7 @@ DESCRIPTIONS = {
     "import": "importing the weights",
     "validation": "reading the validation data",
     "products": "measuring the matrix products",
+    "kernels": "compiling the kernels",
     "logits of transformers": "computing the logits of transformers",
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job, path_text
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
+from mtrain.launching.warming import Warming
 from mtrain.train.generate.request import Questions, Request, Texts, Written
 from mtrain.world import launchers
 from mtrain.world.stacks import ERRORS
@@ -54,16 +55,24 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
     launch = launchers.identity(os.environ)
     chosen = folder.plan(run, launch=launchers.restarted(os.environ))
     say(run, "starting: data, torch, megatron-core")
-    # the data is prepared while this process imports torch
-    prepared = ChildProcess("prepare", run, checkpoint=path_text(chosen.checkpoint))
-    try:
-        warm(run)
-    except BaseException:
-        prepared.end()
-        raise
-    startup.mark(startup.LIBRARIES)
-    prepared.result()
-    startup.mark(startup.DATA)
+    with closing(Warming(run, count=run.parallel.ranks)) as kernels:
+        kernels.begin(prepared=False)
+        # the data is prepared while this process imports torch
+        prepared = ChildProcess("prepare", run, checkpoint=path_text(chosen.checkpoint))
+        try:
+            warm(run)
+        except BaseException:
+            prepared.end()
+            raise
+        startup.mark(startup.LIBRARIES)
+        prepared.result()
+        startup.mark(startup.DATA)
+        kernels.begin(prepared=True)
+        return _launched(run, chosen, argv, launch)
+
+
+def _launched(run: RunConfig, chosen: folder.Plan, argv: list[str], launch: str | None) -> Path:
+    """Train in the planned folder, whose data is prepared."""
     run = _with_products(run, chosen.checkpoint)
     with folder.opened(run, chosen, argv, launch=launch) as owned:
         for note in owned.notes:

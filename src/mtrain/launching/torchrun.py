@@ -31,6 +31,7 @@ from mtrain.launching.child_process import prepare
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import PARENT, execute, importable, placed, python, without_launcher
 from mtrain.launching.supervise import Supervisor
+from mtrain.launching.warming import Warming
 from mtrain.launching.worker import describe, enter, environment_fault, leave, revive
 from mtrain.world import launchers
 from mtrain.world.launchers import Launched
@@ -114,19 +115,27 @@ def train(run: RunConfig, argv: list[str]) -> int:
     so that no destructor waits for a rank that has ended.
     """
     run = folder.anchored(run)
+    kernels = None
+    if is_first_here():
+        lowest = int(rank()) - int(os.environ.get("LOCAL_RANK", "0"))
+        kernels = Warming(run, lowest, ranks_here(), apart=True)
+        kernels.begin(prepared=False)
     enter(run, _end)
     from mtrain.train.run import Paths
     from mtrain.train.run import train as train_rank
     from mtrain.world.init import World
     from mtrain.world.join import working
 
-    if is_first_here():
+    if kernels is not None:
         startup.mark(startup.LIBRARIES)
         # A corpus is tokenized once per machine, while the others wait for this rank.
         with working():
             prepare(run, None)
         startup.mark(startup.DATA)
+        kernels.begin(prepared=True)
     with ExitStack() as stack:
+        if kernels is not None:
+            stack.callback(kernels.close)
 
         def locate(world: World) -> Paths:
             decision = ""

@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave).remove)
             stack.enter_context(self._resizes())
-            stack.enter_context(_single_rank())
+            stack.enter_context(single_rank())
             yield
 
     @contextmanager
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
             with self:
                 return own._init_fn(*args, **kwargs)
         if func.namespace == "c10d":
-            out = _collective(func, args)
+            out = collective(func, args)
         elif func is aten._unique2.default and faked:  # all of them differ
             out = (
                 args[0].new_empty(args[0].numel()),
@@ -347,7 +347,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def _collective(func: Any, args: Any) -> Any:
+def collective(func: Any, args: Any) -> Any:
     """Return the result of a call of a process group: the tensors that it would have filled, and
     finished work.
     """
@@ -365,7 +365,7 @@ def _answer(tensor: Tensor) -> Any:
 
 
 @contextmanager
-def _single_rank() -> Iterator[None]:
+def single_rank() -> Iterator[None]:
     """Replace generators and other ranks, which do not exist in a trace.
 
     States of generators are numbers, which megatron-core's trackers hand back and forth; objects of
