@@ -99,14 +99,19 @@ def test_plan_memory_concurrent_logits_follow_device_memory() -> None:
         None,
     ]
     assert run("h100", "kernels.loss=megatron").kernels.loss_logits_mib is None
-    few, many = (
-        worst_stage(run("h100", f"kernels.loss_logits_mib={mib}")).parts["working"]
-        for mib in (256, 2048)
-    )
-    tokens = [mib * 2**20 // 2 // 128256 // 64 * 64 for mib in (256, 2048)]
-    # the gradient of a weight, in fp32 where it is added up of more than three parts
-    summed = 128256 * 4096 * 4
-    assert many - few == (min(tokens[1], 8192) - tokens[0]) * (128256 * 2 + 4096 * 4) - summed
+
+    def work(mib: int, fuses: str) -> int:
+        keys = f"kernels.loss_logits_mib={mib}", f"kernels.gradient_accumulation_fusion={fuses}"
+        return worst_stage(run("h100", *keys)).parts["working"]
+
+    def tokens(mib: int) -> int:
+        return min(mib * 2**20 // 2 // 128256 // 64 * 64, 8192)
+
+    # The gradient of the weight is added to its buffer; if it is not, more than three parts of it
+    # are added up in fp32. (With fewer logits, layers need more memory than the loss.)
+    for few, fuses, summed in ((1024, "true", 0), (256, "false", 128256 * 4096 * 4)):
+        more = (tokens(2048) - tokens(few)) * (128256 * 2 + 4096 * 4)
+        assert work(2048, fuses) - work(few, fuses) == more - summed
 
 
 def test_plan_memory_deeper_decoder_is_planned() -> None:
