@@ -12,7 +12,7 @@ import pytest
 
 from mtrain import locks
 from mtrain.ckpt import folder
-from mtrain.ckpt.retention import retention
+from mtrain.ckpt.retention import prune, retention
 from mtrain.cli.main import main
 from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP, tiny
@@ -177,9 +177,9 @@ def test_checkpoint_prune_keeps_what_others_need(
     (other / "run.yaml").unlink()
     with folder.reading(step_of(home, 1)):
         assert "stays, a process reads it" in said(capsys, "prune", str(home))
-        folder.prune(home / "checkpoints", 2)
+        prune(home / "checkpoints", 2)
         assert step_of(home, 1).exists()
-    folder.prune(home / "checkpoints", 2)
+    prune(home / "checkpoints", 2)
     assert not step_of(home, 1).exists()
 
 

@@ -151,16 +151,11 @@ def sweep(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(root: Path, keep: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints, and those of a course that the run has left."""
-    sweep(root)
-    doomed = list(root.glob(".superseded-*"))
-    older = committed(root)[:-keep] if keep is not None else []
-    for path in (path for path in older if not is_read(path)):
-        # Out of sight by one rename, so that an interrupted deletion is not taken for a checkpoint.
-        doomed.append(path.rename(path.with_name(f".deleted-{path.name}")))
-    for path in doomed:
-        shutil.rmtree(path, ignore_errors=True)
+def hidden(path: Path) -> Path:
+    """Rename a checkpoint that is to be deleted, so that an interrupted deletion is not taken for a
+    checkpoint; return its new path.
+    """
+    return path.rename(path.with_name(f".deleted-{path.name}"))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,21 @@ def retention(
     older = every[: len(every) - len(newest)]
     kept = tuple(Kept(path, why[path]) for path in older if path in why)
     return Retention(tuple(newest), tuple(path for path in older if path not in why), kept)
+
+
+def prune(root: Path, keep: int | None) -> None:
+    """Delete the older checkpoints of a run that has just committed one, and those of a course that
+    it has left.
+    """
+    folder.sweep(root)
+    doomed = list(root.glob(".superseded-*"))
+    every = folder.committed(root)
+    read = [path for path in every if folder.is_read(path)]
+    # The newest is complete: it was written a moment ago, so no other has to stay in its place.
+    for path in retention(every, keep, complete=every[-1:], read=read).doomed:
+        doomed.append(folder.hidden(path))
+    for path in doomed:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_complete(path: Path) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain.ckpt import folder, store
+from mtrain.ckpt import folder, retention, store
 from mtrain.ckpt.meeting import Meeting
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.run import RunConfig
@@ -100,7 +100,7 @@ def opened(path: Path, run: RunConfig, world: World) -> store.Checkpoint:
 def _prune(root: Path, keep: int | None) -> None:
     """Delete older checkpoints; where that fails, the new one is committed all the same."""
     try:
-        folder.prune(root, keep)
+        retention.prune(root, keep)
     except OSError as error:
         warn(f"older checkpoints in {root} cannot be deleted: {error}")
 

@@ -109,9 +109,8 @@ def _named(root: Path, every: Sequence[Path]) -> list[Path]:
 
 def _remove(doomed: Sequence[Path]) -> None:
     for path in doomed:
-        # Out of sight by one rename, so that an interrupted deletion is not taken for a checkpoint.
         try:
-            shutil.rmtree(path.rename(path.with_name(f".deleted-{path.name}")))
+            shutil.rmtree(folder.hidden(path))
         except OSError as error:
             raise BadEnvironment(f"{path} cannot be removed: {error.strerror or error}") from None
 
