@@ -126,6 +126,7 @@ def test_gradient_accumulation_down_projection_adds_to_buffer(fp8: bool) -> None
 PADDED = "model.moe.pad_alltoall=true"
 PASSES: dict[str, set[str]] = {
     "model=llama_tiny": set(),
+    "model=llama_tiny kernels=auto": set(),
     "model=llama_tiny model.tie_word_embeddings=true": set(),
     "model=llama_tiny precision=fp8_tensorwise": set(),
     "model=llama_tiny precision=fp8_blockwise parallel=auto cluster.devices_per_node=2"
