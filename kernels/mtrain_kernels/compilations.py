@@ -241,7 +241,8 @@ def compile_ahead(
     to it, and one that does not compile is left to its launch. Returns how many were `compiled`,
     `cached`, `busy` and `failed`.
     """
-    for module in {launch.kernel.rpartition(".")[0] for launch in launches}:
+    ours = [launch.kernel for launch in launches if launch.kernel.startswith(OURS)]
+    for module in {kernel.rpartition(".")[0] for kernel in ours}:
         with suppress(Exception):  # its launches fail in the processes
             importlib.import_module(module)
     given, giving = os.pipe()
