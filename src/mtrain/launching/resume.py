@@ -174,7 +174,7 @@ def weights_of(run: RunConfig) -> Path | None:
         raise _adapters_left_out(checkpoint, start)
     differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
     if differences:
-        where = f"the weights in {checkpoint} are of another model, in which it is"
+        where = f"{checkpoint / RUN_FILE} has"
         raise ConfigError(
             Problem("MT503", key, new, f"{where} {show(old)}", f"{key}={show(old)}")
             for key, (old, new) in differences.items()

@@ -148,8 +148,7 @@ def _of_keys(
         effect = effect_of(key)
         where = f"{source} has {show(old)}"
         if effect is Effect.ARCHITECTURE:
-            rule = f"the checkpoint is of another model: {where}"
-            problems.append(Problem("MT503", key, new, rule, f"{key}={show(old)}"))
+            problems.append(Problem("MT503", key, new, where, f"{key}={show(old)}"))
         elif key == LENGTH[0] and longer and key not in free and not accepts:
             rule = (
                 f"the run has {old} steps, of which {step} are made: {new_curve(run, other, step)}"
@@ -157,12 +156,11 @@ def _of_keys(
             fix = f"checkpoint.accept_changes=true to continue with that curve, or {key}={old}"
             problems.append(Problem("MT504", key, new, rule, fix))
         elif effect is Effect.NUMERICS and key not in free and not accepts:
-            rule = f"changes the numbers of the resumed run: {where}"
             fix = (
                 f"{key}={show(old)}, or checkpoint.accept_changes=true to continue with the new"
                 " value"
             )
-            problems.append(Problem("MT504", key, new, rule, fix))
+            problems.append(Problem("MT504", key, new, where, fix))
     return problems
 
 
