@@ -277,7 +277,8 @@ def _ecc_errors(library: Library, handle: int, kind: int, counter: int, found: A
 
 @_exported("nvmlDeviceGetRemappedRows", c_void_p, *[POINTER(c_uint)] * 4)
 def _remapped(library: Library, handle: int, *found: Any) -> int:
-    for place, number in zip(found, (5, 0, 0, _of_second(handle, "FAKE_FAILED_ROWS", 0))):
+    numbers = (5, 0, 0, _of_second(handle, "FAKE_FAILED_ROWS", 0))
+    for place, number in zip(found, numbers, strict=True):
         place[0] = number
     return 0
 

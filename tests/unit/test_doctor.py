@@ -4,9 +4,11 @@ none.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 
 from mtrain.config.compose.composer import compose
-from mtrain.config.machine import nvml_health
+from mtrain.config.machine import hardware, nvml_health
 from mtrain.config.machine.nvml import Driver, Gpu
 from mtrain.config.machine.nvml_health import GpuHealth, Health
 from mtrain.config.machine.visible import counted
@@ -66,6 +68,12 @@ def machine(
     found = Driver("580.159.01", cuda, gpus)
     here = Machine.here(variables or {}, Path("/nowhere"), found)
     return replace(here, memory_bytes=2048 * GIB, cpu_cores=96)
+
+
+@pytest.fixture(autouse=True)
+def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the driver with a torch for CUDA, whichever is installed."""
+    monkeypatch.setattr(hardware, "cuda_of_torch", lambda: "13.0")
 
 
 EIGHT = tuple(gpu(number) for number in range(GPUS))
@@ -440,13 +448,11 @@ def test_doctor_disk_is_measured_and_left_clean(tmp_path: Path) -> None:
 
 def test_doctor_disk_that_takes_no_bytes_is_wrong(tmp_path: Path) -> None:
     def few() -> None:
-        import signal
-
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
     found = probed(tmp_path, few)
-    assert found["error"] == os.strerror(27)
+    assert found["error"] == os.strerror(errno.EFBIG)
     found.pop("place")
     named = faults(replace(healthy(), disks=(Disk("log.runs_dir", str(tmp_path), **found),)))
     assert [row.name for row in named] == ["log.runs_dir write"]
