@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from mtrain.doctor.facts import Clock, Disk, Facts, Rates, Software
 from mtrain.doctor.probes.gpu_state import parsed
 from mtrain.doctor.rows import Row
 from mtrain.launching.limits import Limits
-from tests.support.commands import mtrain
+from tests.support.commands import ROOT, mtrain
 from tests.support.nvml import Library
 
 GIB = 1 << 30
@@ -517,3 +518,15 @@ def test_doctor_all_reduce_is_measured() -> None:
     assert "all_reduce_error" not in found
     assert found["all_reduce_bytes_per_s"] > 0
     assert len(found["gemm_flop_per_s"]) == 2
+
+
+def test_doctor_image_is_pinned_and_copies_what_exists() -> None:
+    text = (ROOT / "docs/container/Dockerfile").read_text()
+    base = re.search(r"^FROM python:(\d+)\.(\d+)\.(\d+)-", text, re.MULTILINE)
+    assert base is not None
+    engine = (0, 19, 2)  # that of constraints.txt for this Python
+    inside = software(python=tuple(map(int, base.groups())), megatron_core=engine)
+    assert faults(replace(inside, container="docker")) == []
+    for copied in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in copied.split())
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in text

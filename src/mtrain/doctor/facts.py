@@ -61,9 +61,9 @@ class Rates:
     device: str
     """The name of the device: that of one GPU, or of the processor."""
     gemm_flop_per_s: tuple[float, ...] = ()
-    """By device: of a large bf16 product; on a CPU one rate of numpy's fp32 product."""
+    """One rate per device: of a large bf16 product; on a CPU one rate of numpy's fp32 product."""
     copy_bytes_per_s: tuple[float, ...] = ()
-    """By device: bytes read and written."""
+    """One rate per device: bytes read and written."""
     all_reduce_bytes_per_s: float | None = None
     """The bus bandwidth among the devices of this machine; None: fewer than two."""
     error: str = ""

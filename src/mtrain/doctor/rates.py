@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mtrain.config.engine.formats import Format
 from mtrain.config.machine.devices import facts_of
 from mtrain.doctor.facts import Facts
 from mtrain.doctor.rows import Row, ok, slow, wrong
@@ -12,7 +13,7 @@ from mtrain.plan.time.efficiencies import shipped
 # Part of the rate that the plan expects of a device, below which it is slow.
 SHARE = 0.7
 # The format of the measured product on a GPU.
-FORMAT = "bf16"
+FORMAT: Format = "bf16"
 LOOK = "compare the rows on clocks, throttling, power and other processes"
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from mtrain import strict_json
 from mtrain.devices import registry
 from mtrain.devices.base import Device
+from mtrain.errors import say_page
 
 LIMIT_S = 60.0
 """Time of the all-reduce, with the start of its processes."""
@@ -55,7 +57,7 @@ def main(words: list[str]) -> None:
         return
     reason = device.available()
     found = {"error": reason} if reason else rates(device, sizes, count)
-    print(strict_json.dumps(found))
+    say_page(strict_json.dumps(found))
 
 
 def rates(device: Device, sizes: Sizes, count: int) -> dict[str, Any]:
@@ -67,8 +69,8 @@ def rates(device: Device, sizes: Sizes, count: int) -> dict[str, Any]:
         a = torch.randn(sizes.side, sizes.side, device=place).to(torch.bfloat16)
         source = torch.zeros(sizes.copied, dtype=torch.uint8, device=place)
         target = torch.zeros_like(source)
-        product = seconds(device, lambda a=a: a @ a)
-        copy = seconds(device, lambda t=target, s=source: t.copy_(s))
+        product = seconds(device, partial(torch.matmul, a, a))
+        copy = seconds(device, partial(target.copy_, source))
         found["gemm_flop_per_s"].append(2 * sizes.side**3 / product)
         found["copy_bytes_per_s"].append(2 * sizes.copied / copy)
     if count > 1:
@@ -132,7 +134,7 @@ def reduced(device: Device, sizes: Sizes, rank: int, world: int, meeting: str) -
     taken = seconds(device, lambda: dist.all_reduce(data))
     if rank == 0:
         # A ring moves this share of the bytes over each link, so links compare among any number.
-        print(2 * (world - 1) / world * sizes.reduced / taken)
+        say_page(str(2 * (world - 1) / world * sizes.reduced / taken))
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.errors import say_page
 
 BLOCK_BYTES = 4 << 20
 MOST_BYTES = 32 << 20
@@ -36,7 +37,7 @@ def main(folder: str) -> None:
         found |= written(place)
     except OSError as error:
         found["error"] = error.strerror or type(error).__name__
-    print(strict_json.dumps(found))
+    say_page(strict_json.dumps(found))
 
 
 def written(place: Path) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.config.machine import nvml_health
 from mtrain.config.machine.nvml_health import GpuHealth, Health
+from mtrain.errors import say_page
 
 
 def main() -> None:
     """Print the state as JSON, `{}` without the driver's library."""
     found = nvml_health.read()
-    print(strict_json.dumps({} if found is None else asdict(found)))
+    say_page(strict_json.dumps({} if found is None else asdict(found)))
 
 
 def parsed(found: dict[str, Any]) -> Health | None:

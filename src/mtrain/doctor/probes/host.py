@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from mtrain import strict_json
+from mtrain.errors import say_page
 
 SIDE = 1024
 COPIED_BYTES = 64 << 20
@@ -25,7 +26,7 @@ def main() -> None:
         "gemm_flop_per_s": [2 * SIDE**3 / fastest(lambda: np.matmul(a, a, out=product))],
         "copy_bytes_per_s": [2 * COPIED_BYTES / fastest(lambda: np.copyto(target, source))],
     }
-    print(strict_json.dumps(found))
+    say_page(strict_json.dumps(found))
 
 
 def fastest(work: Callable[[], object]) -> float:
