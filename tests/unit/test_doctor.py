@@ -34,7 +34,7 @@ from mtrain.doctor.probes.gpu_state import parsed
 from mtrain.doctor.rows import Row
 from mtrain.launching.limits import Limits
 from tests.support.commands import ROOT, mtrain
-from tests.support.nvml import Library
+from tests.support.nvml import Library, site
 
 GIB = 1 << 30
 H100 = "NVIDIA H100 80GB HBM3"
@@ -530,3 +530,38 @@ def test_doctor_image_is_pinned_and_copies_what_exists() -> None:
     for copied in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
         assert all((ROOT / name).exists() for name in copied.split())
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in text
+
+
+@pytest.mark.full
+def test_doctor_tiny_and_read_only_mounts_are_wrong(tmp_path: Path) -> None:
+    probe = f"{sys.executable} -m mtrain.doctor.probes.disk {tmp_path}"
+    script = f"mount -t tmpfs -o size=1m none {tmp_path} || exit 9; {probe}"
+    script += f"; mount -o remount,ro {tmp_path}; {probe}"
+    try:
+        done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    if done.returncode == 9 or "unshare" in done.stderr:
+        pytest.skip(f"this user may not mount: {done.stderr.strip()}")
+    said = [json.loads(line)["error"] for line in done.stdout.splitlines()]
+    assert said == [os.strerror(errno.ENOSPC), os.strerror(errno.EROFS)]
+
+
+@pytest.mark.full
+def test_doctor_process_reads_state_of_gpus(tmp_path: Path) -> None:
+    """Examine a machine whose driver's library is an imitation, and whose torch has no CUDA."""
+    path = os.pathsep.join([str(site(tmp_path / "site")), *filter(None, sys.path)])
+    changed = {"PYTHONPATH": path, "FAKE_SLOWING": str(0x40), "FAKE_UNCORRECTED": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mtrain", "doctor", "cluster=h200x8", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, **changed},
+    )
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    assert done.returncode == 3
+    assert rows["gpu 1 throttling"]["verdict"] == "slow"
+    assert rows["gpu 1 ecc"]["verdict"] == "wrong"
+    assert rows["gpus"]["measured"] == "needs 8 GPUs on this machine; here: 2"
+    assert rows["gpu memory"]["verdict"] == "ok"
