@@ -172,7 +172,7 @@ FAULTS: dict[str, Fault] = {
         lambda: rates(gemm_flop_per_s=(), error="torch was built without CUDA"),
         "rates",
         "wrong",
-        "torch",
+        "probes.device cuda",
     ),
     "no torch": (lambda: software(torch=None), "torch", "wrong", "pip install"),
     "old torch": (lambda: software(torch="2.6.0"), "torch", "wrong", "torch>=2.10"),

@@ -24,9 +24,9 @@ def check(facts: Facts) -> Iterator[Row]:
     on_host = facts_of(cluster.device).on_host
     if rates.error and not rates.gemm_flop_per_s:
         row = slow if on_host else wrong
-        yield row(
-            "rates", f"not measured: {rates.error}", "python -c 'import torch, numpy' says more"
-        )
+        program = "host" if on_host else f"device {cluster.device} 1"
+        fix = f"python -m mtrain.doctor.probes.{program} shows the whole error"
+        yield row("rates", f"not measured: {rates.error}", fix)
         return
     what = "numpy, fp32" if on_host else FORMAT
     share = cluster.reached.get("products", shipped().products[FORMAT])
