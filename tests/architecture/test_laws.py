@@ -41,6 +41,7 @@ LAYERS = {
     "convert": 9,
     "train": 10,
     "launching": 11,
+    "doctor": 12,
     "loading": 12,
     "api": 13,
     "cli": 14,

@@ -22,6 +22,7 @@ NOT_FOUND = 6
 INSUFFICIENT_SIZE = 7
 DRIVER_NOT_LOADED = 9
 GPUS = 2
+LINKS = 18
 INSTANCES = (0, 3)
 """The indices of the instances of the second GPU, where it is partitioned."""
 FIRST_HANDLE = 1 << 40
@@ -71,7 +72,8 @@ class Library:
     """The library, loaded: two H200, the second of them partitioned where FAKE_MIG is set.
 
     FAKE_NO_DRIVER, FAKE_CUDA, FAKE_NAME, FAKE_USED_MIB and FAKE_PID in the environment change what
-    it says.
+    it says; FAKE_SLOWING, FAKE_UNCORRECTED, FAKE_FAILED_ROWS and FAKE_LINKS_UP the state of the
+    second GPU.
     """
 
     def __init__(self) -> None:
@@ -222,4 +224,74 @@ def _processes(library: Library, handle: int, count: Any, found: Any) -> int:
         return INSUFFICIENT_SIZE
     for i in range(2):
         found[i] = _Process(pid + i, 1 << 30, 0, 0)
+    return 0
+
+
+def _of_second(handle: int, name: str, usual: int) -> int:
+    return _said(name, usual) if _number(handle) == 1 else usual
+
+
+@_exported("nvmlDeviceGetClockInfo", c_void_p, c_uint, POINTER(c_uint))
+def _clock(library: Library, handle: int, kind: int, found: Any) -> int:
+    found[0] = 1755 if kind == 1 else 2619
+    return 0
+
+
+@_exported("nvmlDeviceGetMaxClockInfo", c_void_p, c_uint, POINTER(c_uint))
+def _most_clock(library: Library, handle: int, kind: int, found: Any) -> int:
+    found[0] = 1980
+    return 0
+
+
+@_exported("nvmlDeviceGetCurrentClocksThrottleReasons", c_void_p, POINTER(c_ulonglong))
+def _reasons(library: Library, handle: int, found: Any) -> int:
+    found[0] = _of_second(handle, "FAKE_SLOWING", 0x1)
+    return 0
+
+
+@_exported("nvmlDeviceGetTemperature", c_void_p, c_uint, POINTER(c_uint))
+def _temperature(library: Library, handle: int, sensor: int, found: Any) -> int:
+    found[0] = 41
+    return 0
+
+
+@_exported("nvmlDeviceGetEnforcedPowerLimit", c_void_p, POINTER(c_uint))
+def _power_limit(library: Library, handle: int, found: Any) -> int:
+    found[0] = 700_000
+    return 0
+
+
+@_exported("nvmlDeviceGetEccMode", c_void_p, POINTER(c_uint), POINTER(c_uint))
+def _ecc_mode(library: Library, handle: int, current: Any, pending: Any) -> int:
+    current[0] = 1
+    pending[0] = 1
+    return 0
+
+
+@_exported("nvmlDeviceGetTotalEccErrors", c_void_p, c_uint, c_uint, POINTER(c_ulonglong))
+def _ecc_errors(library: Library, handle: int, kind: int, counter: int, found: Any) -> int:
+    # Corrected errors are usual, and so are old ones.
+    found[0] = _of_second(handle, "FAKE_UNCORRECTED", 0) if (kind, counter) == (1, 0) else 99
+    return 0
+
+
+@_exported("nvmlDeviceGetRemappedRows", c_void_p, *[POINTER(c_uint)] * 4)
+def _remapped(library: Library, handle: int, *found: Any) -> int:
+    numbers = (5, 0, 0, _of_second(handle, "FAKE_FAILED_ROWS", 0))
+    for place, number in zip(found, numbers, strict=True):
+        place[0] = number
+    return 0
+
+
+@_exported("nvmlDeviceGetNvLinkState", c_void_p, c_uint, POINTER(c_uint))
+def _link(library: Library, handle: int, link: int, active: Any) -> int:
+    if link >= LINKS:
+        return INVALID_ARGUMENT
+    active[0] = link < _of_second(handle, "FAKE_LINKS_UP", LINKS)
+    return 0
+
+
+@_exported("nvmlDeviceGetTopologyCommonAncestor", c_void_p, c_void_p, POINTER(c_uint))
+def _ancestor(library: Library, one: int, other: int, level: Any) -> int:
+    level[0] = 50
     return 0

@@ -29,6 +29,7 @@ NAMES = (
     "choices",
     "schema",
     "engines",
+    "doctor",
     "checkpoint",
     "completion",
     "explain",

@@ -90,10 +90,10 @@ def asked(library: ctypes.CDLL) -> Driver:
     Raises:
         Failed: the library reaches no driver.
     """
-    with _opened(_Calls(library)) as call:
+    with opened(Calls(library)) as call:
         version = call.text("nvmlSystemGetDriverVersion")
         # Encoded as 1000 * major + 10 * minor.
-        newest = _or(None, lambda: call.number("nvmlSystemGetCudaDriverVersion_v2"))
+        newest = answer_or(None, lambda: call.number("nvmlSystemGetCudaDriverVersion_v2"))
         cuda = None if newest is None else (newest // 1000, newest % 1000 // 10)
         count = call.number("nvmlDeviceGetCount_v2", kind=c_uint)
         gpus = list[Gpu]()
@@ -105,7 +105,12 @@ def asked(library: ctypes.CDLL) -> Driver:
 
 
 @contextmanager
-def _opened(call: _Calls) -> Iterator[_Calls]:
+def opened(call: Calls) -> Iterator[Calls]:
+    """Open the library's connection to the driver, and close it at the end.
+
+    Raises:
+        Failed: the library reaches no driver.
+    """
     call("nvmlInit_v2")
     try:
         yield call
@@ -114,13 +119,14 @@ def _opened(call: _Calls) -> Iterator[_Calls]:
             call("nvmlShutdown")
 
 
-class _Calls:
+class Calls:
     """Functions of the library, each of which returns a number that is 0 where it succeeds."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
 
     def status(self, name: str, *arguments: Any) -> int:
+        """Return the number that a function returns; `Failed` if the library lacks it."""
         try:
             function = getattr(self.library, name)
         except AttributeError:  # of a newer driver
@@ -133,22 +139,25 @@ class _Calls:
             raise Failed(f"{name}: {status}")
 
     def text(self, name: str, *before: Any) -> str:
+        """Return the text that a function writes."""
         text = (c_char * TEXT_BYTES)()
         self(name, *before, text, c_uint(TEXT_BYTES))
         return text.value.decode(errors="replace")
 
     def number(self, name: str, *before: Any, kind: Any = c_int) -> int:
+        """Return the number of a `kind` that a function writes."""
         found = kind()
         self(name, *before, byref(found))
         return int(found.value)
 
     def handle(self, name: str, *before: Any) -> c_void_p:
+        """Return the handle that a function writes."""
         found = c_void_p()
         self(name, *before, byref(found))
         return found
 
 
-def _or(other: T, ask: Callable[[], T]) -> T:
+def answer_or(other: T, ask: Callable[[], T]) -> T:
     """Return the driver's answer, or `other` if it has none."""
     try:
         return ask()
@@ -156,22 +165,22 @@ def _or(other: T, ask: Callable[[], T]) -> T:
         return other
 
 
-def _gpu(call: _Calls, handle: c_void_p, parent: Gpu | None = None) -> Gpu:
-    memory = _or(_Memory(), lambda: _memory(call, handle))
+def _gpu(call: Calls, handle: c_void_p, parent: Gpu | None = None) -> Gpu:
+    memory = answer_or(_Memory(), lambda: _memory(call, handle))
     alone = Gpu(
-        name=_or("", lambda: call.text("nvmlDeviceGetName", handle))
+        name=answer_or("", lambda: call.text("nvmlDeviceGetName", handle))
         or (parent.name if parent else ""),
-        uuid=_or("", lambda: call.text("nvmlDeviceGetUUID", handle)),
-        sm=parent.sm if parent else _or(0, lambda: _capability(call, handle)),
+        uuid=answer_or("", lambda: call.text("nvmlDeviceGetUUID", handle)),
+        sm=parent.sm if parent else answer_or(0, lambda: _capability(call, handle)),
         memory_bytes=memory.total,
         free_bytes=memory.free,
-        processes=_or((), lambda: _processes(call, handle)),
+        processes=answer_or((), lambda: _processes(call, handle)),
     )
     # An instance of a partitioned GPU cannot be partitioned, and the driver has no answer for it.
-    if parent is not None or not _or(False, lambda: _is_partitioned(call, handle)):
+    if parent is not None or not answer_or(False, lambda: _is_partitioned(call, handle)):
         return alone
     instances = list[Gpu]()
-    most = _or(0, lambda: call.number("nvmlDeviceGetMaxMigDeviceCount", handle, kind=c_uint))
+    most = answer_or(0, lambda: call.number("nvmlDeviceGetMaxMigDeviceCount", handle, kind=c_uint))
     for index in range(most):
         with suppress(Failed):  # an index that no instance has
             instance = call.handle("nvmlDeviceGetMigDeviceHandleByIndex", handle, c_uint(index))
@@ -179,27 +188,27 @@ def _gpu(call: _Calls, handle: c_void_p, parent: Gpu | None = None) -> Gpu:
     return replace(alone, instances=tuple(instances), partitioned=True)
 
 
-def _memory(call: _Calls, handle: c_void_p) -> _Memory:
+def _memory(call: Calls, handle: c_void_p) -> _Memory:
     memory = _Memory()
     call("nvmlDeviceGetMemoryInfo", handle, byref(memory))
     return memory
 
 
-def _capability(call: _Calls, handle: c_void_p) -> int:
+def _capability(call: Calls, handle: c_void_p) -> int:
     major = c_int()
     minor = c_int()
     call("nvmlDeviceGetCudaComputeCapability", handle, byref(major), byref(minor))
     return major.value * 10 + minor.value
 
 
-def _is_partitioned(call: _Calls, handle: c_void_p) -> bool:
+def _is_partitioned(call: Calls, handle: c_void_p) -> bool:
     current = c_uint()
     pending = c_uint()
     call("nvmlDeviceGetMigMode", handle, byref(current), byref(pending))
     return current.value == ENABLED
 
 
-def _processes(call: _Calls, handle: c_void_p) -> tuple[int, ...]:
+def _processes(call: Calls, handle: c_void_p) -> tuple[int, ...]:
     """Return the ids of the processes that compute on a GPU."""
     name = "nvmlDeviceGetComputeRunningProcesses_v3"
     room = USUAL_PROCESSES
