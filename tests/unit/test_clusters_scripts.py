@@ -80,7 +80,7 @@ def check_syntax(text: str) -> None:
         for name in recipe_names()
     ],
 )
-def test_render_recipe_is_a_valid_script(recipe: str, tmp_path: Path) -> None:
+def test_clusters_render_recipe_is_a_valid_script(recipe: str, tmp_path: Path) -> None:
     for kind in SHELLS:
         run = load([f"recipe={recipe}", f"launch={kind}"], to_run=False).run
         text = render(run)
@@ -93,13 +93,13 @@ def test_render_recipe_is_a_valid_script(recipe: str, tmp_path: Path) -> None:
         assert run.digest() in text.partition("cat >")[0]
 
 
-def test_launch_changes_no_digest() -> None:
+def test_clusters_launch_changes_no_digest() -> None:
     plain = load(["recipe=llama3/70b_h100x64"], to_run=False).run
     words = ["recipe=llama3/70b_h100x64", "launch=slurm", "launch.partition=gpu"]
     assert load(words, to_run=False).run.digest() == plain.digest()
 
 
-def test_slurm_term_saves_and_requeues(tmp_path: Path, stubs: dict[str, str]) -> None:
+def test_clusters_slurm_term_saves_and_requeues(tmp_path: Path, stubs: dict[str, str]) -> None:
     text = render(load(BATCH, to_run=False).run)
     batch = started(text, tmp_path, stubs)
     wait_for(tmp_path / "started")
@@ -110,20 +110,20 @@ def test_slurm_term_saves_and_requeues(tmp_path: Path, stubs: dict[str, str]) ->
     assert "checkpoint.resume" not in (tmp_path / "srun").read_text()
 
 
-def test_slurm_cancelled_job_stays_away(tmp_path: Path, stubs: dict[str, str]) -> None:
+def test_clusters_slurm_cancelled_job_stays_away(tmp_path: Path, stubs: dict[str, str]) -> None:
     text = render(load(BATCH, to_run=False).run)
     batch = started(text, tmp_path, {**stubs, "STATE": "COMPLETING", "ENDS": "75"})
     assert batch.wait(10) == 75
     assert not (tmp_path / "scontrol").exists()
 
 
-def test_slurm_failed_run_keeps_its_code(tmp_path: Path, stubs: dict[str, str]) -> None:
+def test_clusters_slurm_failed_run_keeps_its_code(tmp_path: Path, stubs: dict[str, str]) -> None:
     text = render(load(BATCH, to_run=False).run)
     assert started(text, tmp_path, {**stubs, "ENDS": "5"}).wait(10) == 5
     assert not (tmp_path / "scontrol").exists()
 
 
-def test_slurm_requeued_job_resumes(tmp_path: Path, stubs: dict[str, str]) -> None:
+def test_clusters_slurm_requeued_job_resumes(tmp_path: Path, stubs: dict[str, str]) -> None:
     words = [*BATCH, "launch.relayout=true", "checkpoint.resume=latest"]
     text = render(load(words, to_run=False).run)
     again = {**stubs, "ENDS": "0", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_NUM_NODES": "3"}
@@ -132,7 +132,7 @@ def test_slurm_requeued_job_resumes(tmp_path: Path, stubs: dict[str, str]) -> No
     assert arguments[-3:] == ["checkpoint.resume=auto", "cluster.nodes=3", "parallel=auto"]
 
 
-def test_slurm_unset_variable_is_named(tmp_path: Path, stubs: dict[str, str]) -> None:
+def test_clusters_slurm_unset_variable_is_named(tmp_path: Path, stubs: dict[str, str]) -> None:
     text = render(load([*BATCH, "launch.env=[WANDB_API_KEY]"], to_run=False).run)
     assert started(text, tmp_path, stubs).wait(10) == 3
     assert not (tmp_path / "srun").exists()
@@ -144,7 +144,7 @@ HOSTILE = "x'; touch canary; $(touch canary) `touch canary` \" \\"
 
 
 @pytest.mark.parametrize("kind", SHELLS)
-def test_render_hostile_values_run_nothing(
+def test_clusters_render_hostile_values_run_nothing(
     kind: str, tmp_path: Path, stubs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "$(touch canary)")
@@ -175,14 +175,14 @@ def test_render_hostile_values_run_nothing(
     "setting",
     ["partition='a b'", "account='$(id)'", "image='x;id'", "time='1h'", "env=['A=B']"],
 )
-def test_launch_shell_character_is_refused(setting: str) -> None:
+def test_clusters_launch_shell_character_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(["launch=slurm", f"launch.{setting}"], to_run=False)
     assert refused.value.exit_code == 2
     assert f"launch.{setting.partition('=')[0]}" in refused.value.problems[0].path
 
 
-def test_recipe_with_launcher_is_refused(tmp_path: Path) -> None:
+def test_clusters_recipe_with_launcher_is_refused(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch/mine.yaml").write_text("kind: slurm\npartition: gpu\n")
     sets = tmp_path / "sets.yaml"
@@ -199,7 +199,7 @@ def test_recipe_with_launcher_is_refused(tmp_path: Path) -> None:
     assert load([f"launch={tmp_path}/launch/mine.yaml"], to_run=False).run.launch.partition == "gpu"
 
 
-def test_submit_asks_before_it_submits(
+def test_clusters_submit_asks_before_it_submits(
     tmp_path: Path, stubs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PATH", "HERE"):
@@ -210,7 +210,7 @@ def test_submit_asks_before_it_submits(
     assert words[1].endswith("/llama-tiny.sbatch")
 
 
-def test_submit_refusal_exits_with_the_message(
+def test_clusters_submit_refusal_exits_with_the_message(
     tmp_path: Path, stubs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PATH", "HERE"):
@@ -222,19 +222,19 @@ def test_submit_refusal_exits_with_the_message(
     assert (tmp_path / "sbatch").read_text() == "--test-only\n"
 
 
-def test_submit_without_program_exits_with_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clusters_submit_without_program_exits_with_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(BadEnvironment, match="sbatch is not installed") as missing:
         verbs.submit(list(BATCH))
     assert missing.value.exit_code == 3
 
 
-def test_label_is_a_host_name() -> None:
+def test_clusters_label_is_a_host_name() -> None:
     assert label("Llama 3_70B") == "llama-3-70b"
     assert label("3b..") == "run-3b"
     assert label("x" * 60) == "x" * 40
 
 
-def test_every_kind_has_a_launcher() -> None:
+def test_clusters_every_kind_has_a_launcher() -> None:
     kinds = [load([f"launch={kind}"], to_run=False).run.launch.kind for kind in LAUNCHERS]
     assert kinds == list(LAUNCHERS)

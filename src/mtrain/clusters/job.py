@@ -82,7 +82,7 @@ class Job:
         return str(Path(self.run.log.runs_dir) / f".job-{content[:16]}.yaml")
 
     def words(self, file: str | None = None) -> list[str]:
-        """Return the words that start a rank's machine, without the resumption."""
+        """Return the words that start mtrain on a machine, without the resumption."""
         given = [*self.launch.command, word("run", file or self.file)]
         field = field_of(CACHE)
         cache = self.run.data.cache_dir
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def first(self) -> list[str]:
-        """Return the words of the first start alone: what the user resumes."""
+        """Return the words that only the first start has: what the user resumes."""
         resume = self.run.checkpoint.resume
         return [word(RESUME, resume)] if resume is not None else []
 
