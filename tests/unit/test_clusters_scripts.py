@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -91,6 +92,22 @@ def test_clusters_render_recipe_is_a_valid_script(recipe: str, tmp_path: Path) -
         # the job trains the run that was validated
         assert read_run_file(file).digest() == run.digest()
         assert run.digest() in text.partition("cat >")[0]
+
+
+@pytest.mark.parametrize("kind", SHELLS)
+def test_clusters_shellcheck_has_no_warning(kind: str, tmp_path: Path) -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("shellcheck is not installed: pip install 'mtrain[launch-test]'")
+    words = ["launch.env=[A,B]", "launch.setup=env/bin/activate", "launch.workdir='~/work'"]
+    if kind == "slurm":
+        words += ["launch.image=a:1", "launch.mounts=['/a:/b','/c:/d']", "launch.relayout=true"]
+    file = tmp_path / "job.sh"
+    file.write_text(render(load([f"launch={kind}", *BATCH[1:], *words], to_run=False).run))
+    done = subprocess.run(
+        [program, "--severity=warning", file], capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stdout
 
 
 def test_clusters_launch_changes_no_digest() -> None:
