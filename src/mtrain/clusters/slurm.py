@@ -77,7 +77,8 @@ def _step(job: Job) -> Iterator[str]:
         yield 'srun+=("--container-mounts=$PWD:$PWD${mounts:+,$mounts}")'
         yield 'srun+=("--container-workdir=$PWD")'
         if launch.env:
-            yield shell.array("srun", [f"--container-env={','.join(launch.env)}"], "+=")
+            yield f"names={','.join(launch.env)}"
+            yield 'srun+=("--container-env=$names")'
     yield "stopping=no"
     yield "step="
     yield 'stop() { stopping=yes; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true; }'
