@@ -9,7 +9,7 @@ from mtrain.config.schema.base import Degree, Key, Section
 # Names that schedulers use in directives and labels, where no shell may find anything to expand.
 WORD = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 # A job's name is a DNS label, because pods of Kubernetes are hosts of that name.
-LABEL = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
+LABEL = r"^[a-z][a-z0-9-]*[a-z0-9]$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 # A registry's address, a name, a tag and a digest, or the path of an image file.
 IMAGE = r"^[A-Za-z0-9/.][A-Za-z0-9._/:@#+-]*$"
