@@ -29,6 +29,7 @@ LAYERS = {
     "startup": 1,
     "layout": 2,
     "locks": 2,
+    "clusters": 2,
     "recipes": 2,
     "models": 2,
     "plan": 3,

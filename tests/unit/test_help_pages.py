@@ -94,7 +94,18 @@ def test_help_examples_are_read_as_written(name: str, line: str) -> None:
     elif call.arguments.get("multirun"):
         for job in jobs(words):
             compose(job.argv)
-    elif verb in ("train", "check", "show", "plan", "prove", "rehearse", "tune", "recipe"):
+    elif verb in (
+        "train",
+        "check",
+        "show",
+        "plan",
+        "prove",
+        "rehearse",
+        "tune",
+        "recipe",
+        "render",
+        "submit",
+    ):
         compose(settings)
     elif verb in ("resume", "generate", "evaluate", "export"):
         assert words[0] == "runs/NAME"

@@ -59,7 +59,7 @@ def run(
         variables = {name: asdict(setting) for name, setting in _environment(loaded.run).items()}
         say_page(strict_json.dumps({**body, "environment": variables}))
     elif resolved:
-        say_page(run_yaml(loaded.run))
+        say_page(run_yaml(loaded.run.without_launcher()))
     else:
         say_page(run_yaml(loaded.run, {k: visible(v) for k, v in loaded.origins.items()}))
         rows = (f"#   {visible(line)}" for line in environment.lines(_environment(loaded.run)))

@@ -20,6 +20,8 @@ NAMES = (
     "prove",
     "rehearse",
     "resume",
+    "render",
+    "submit",
     "export",
     "convert",
     "generate",

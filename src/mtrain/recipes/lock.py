@@ -67,7 +67,7 @@ def lock_text(
         sources: name -> digest of every file that it was composed from.
         machine: the machine that makes it.
     """
-    body = run_yaml(run)
+    body = run_yaml(run.without_launcher())
     facts = {
         "digest": run.digest(),
         "content": content(body),

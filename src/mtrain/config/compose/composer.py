@@ -21,10 +21,10 @@ from mtrain.config.compose.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Libr
 from mtrain.config.compose.lock_file import edited, upgrade
 from mtrain.config.compose.origins import COMMAND_LINE, Layer, Origins, Setting, as_written
 from mtrain.config.compose.overrides import Overrides, read_overrides
-from mtrain.config.compose.paths import user_path
+from mtrain.config.compose.paths import folders, user_path
 from mtrain.config.compose.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.compose.replaced import Replaced, brought, entries_of, layer
-from mtrain.config.compose.write_paths import KEYS, strays
+from mtrain.config.compose.write_paths import KEYS, foreign_launcher, strays
 from mtrain.config.compose.yaml_reader import Document, filled, load
 from mtrain.config.disk.files import read_text
 from mtrain.config.messages.keys import is_under_a_value
@@ -476,7 +476,17 @@ class _Composition:
             return []
         files = self.library.sources()
         said = {key: origins.of(key) for key in KEYS if origins.of(key).rpartition(":")[0] in files}
-        return strays(run, said, user_path(self.overrides.run) if self.overrides.run else None)
+        found = strays(run, said, user_path(self.overrides.run) if self.overrides.run else None)
+        return [*found, *foreign_launcher(run, origins.of, self._launcher_file, self.sources)]
+
+    def _launcher_file(self, source: str) -> bool:
+        """Return whether a file is a choice of `launch` in a folder of choices, or one that the
+        command line names by its path.
+        """
+        if is_path(self.shown.get("launch", "")) and source in self.library.sources():
+            return True
+        file = self.library.files.get(source)
+        return file is not None and any(file.is_relative_to(f / "launch") for f in folders())
 
     def _without(
         self,

@@ -5,10 +5,11 @@ working folder.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mtrain.config.compose.dump import override
+from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import RESUME_WORDS, user_path
 from mtrain.config.messages.keys import field_of
 from mtrain.config.messages.suggestions import at_default
@@ -61,6 +62,40 @@ def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> li
         fix = f"{at_default(key)} or {override(key, value)}"
         out.append(Problem("MT019", key, value, rule, fix, said[key]))
     return out
+
+
+def foreign_launcher(
+    run: UnresolvedRun,
+    origin_of: Callable[[str], str],
+    is_own: Callable[[str], bool],
+    choosers: Mapping[str, str],
+) -> list[Problem]:
+    """Return a problem for each key of `launch` that a recipe or run file sets, and for a recipe's
+    choice of it: both decide which commands run where.
+
+    Args:
+        run: the configuration.
+        origin_of: returns the origin of a key.
+        is_own: returns whether a file may set keys of `launch`.
+        choosers: group -> the origin of its choice, if it is not the default one.
+    """
+    out = []
+    chooser = choosers.get("launch", COMMAND_LINE)
+    if chooser != COMMAND_LINE:
+        out.append(Problem("MT021", "launch", run.launch.kind, "", "launch=local", chooser))
+    for key, value in run.flat().items():
+        field = field_of(key) if key.startswith("launch.") else None
+        source = origin_of(key).rpartition(":")[0]
+        if field is None or not source or is_own(source):
+            continue
+        # run.yaml has every key, at its default
+        if value not in (field.default, _plain(field.default)):
+            out.append(Problem("MT021", key, value, "", override(key, value), origin_of(key)))
+    return out
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _real(text: str) -> str:

@@ -13,6 +13,7 @@ from mtrain.config.schema.checkpoint import CheckpointConfig, UnresolvedCheckpoi
 from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.config.schema.data import DataConfig, UnresolvedData
 from mtrain.config.schema.kernels import KernelsConfig
+from mtrain.config.schema.launch import LaunchConfig
 from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.optim import OptimConfig, UnresolvedOptim
@@ -37,6 +38,7 @@ GROUPS = (
     "checkpoint",
     "log",
     "cluster",
+    "launch",
 )
 
 
@@ -85,6 +87,9 @@ class UnresolvedRun(Section):
     cluster: Annotated[ClusterConfig, Key(effect=Effect.RUNTIME)] = Field(
         default_factory=ClusterConfig
     )
+    launch: Annotated[LaunchConfig, Key(effect=Effect.RUNTIME)] = Field(
+        default_factory=LaunchConfig
+    )
     recipe: RecipeConfig = Field(default_factory=RecipeConfig)
 
     def on_any_device(self) -> Self:
@@ -123,17 +128,25 @@ class UnresolvedRun(Section):
         return out
 
     def recorded(self) -> Self:
-        """Return the run as recorded: without the words that chose what to resume."""
+        """Return the run as recorded: without the words that chose what to resume, and without the
+        launcher.
+        """
         # A resumed run is the same run: otherwise its digest would differ from the checkpoint's.
         choice = {"resume": None, "accept_changes": False}
-        return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update=choice)})
+        checkpoint = self.checkpoint.model_copy(update=choice)
+        return self.without_launcher().model_copy(update={"checkpoint": checkpoint})
+
+    def without_launcher(self) -> Self:
+        """Return the run as a file that others may read: no run file may set keys of `launch`."""
+        return self.model_copy(update={"launch": LaunchConfig()})
 
     def digest(self) -> str:
-        """Return the sha256 of the canonical JSON of all keys, without resumption and the recipe's
-        metadata.
+        """Return the sha256 of the canonical JSON of all keys, without resumption, the launcher
+        and the recipe's metadata.
         """
+        keys = {k: v for k, v in self.recorded().flat().items() if not k.startswith("launch.")}
         # Sorted: the digest must not change when keys of the schema change places.
-        text = json.dumps(self.recorded().flat(), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(keys, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -1,0 +1,1 @@
+"""Jobs of schedulers as text, one module for each launcher, and their submission."""

@@ -1,0 +1,107 @@
+"""A batch script of SLURM: one task for each machine, a checkpoint before the time limit, and a
+requeue that continues.
+
+Sources: `man sbatch`, `man srun`, `man scontrol`, and the README of pyxis.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from mtrain.clusters import shell
+from mtrain.clusters.job import AGAIN, Job
+from mtrain.errors import Preempted
+
+# Values in a directive are not read by a shell, so the schema admits none that would need quotes.
+DIRECTIVES = ("partition", "account", "qos", "time", "segment")
+
+
+def render(job: Job) -> str:
+    """Return the batch script of a run."""
+    return shell.script(
+        _directives(job),
+        shell.head(job),
+        shell.begin(job),
+        shell.configuration(job),
+        _words(job),
+        shell.prepared(job),
+        _step(job),
+        _ending(),
+    )
+
+
+def _directives(job: Job) -> Iterator[str]:
+    launch = job.launch
+    tasks = job.ranks_each if launch.tasks == "device" else 1
+    options = {
+        "job-name": job.name,
+        "nodes": job.machines,
+        "ntasks-per-node": tasks,
+        "gpus-per-node": job.devices_each or None,
+        "exclusive": "" if launch.exclusive else None,
+        # B: only the batch script, which forwards the signal to its step
+        "signal": f"B:TERM@{launch.grace_s}",
+        "requeue": "",
+        "open-mode": "append",
+        **{name: getattr(launch, name) for name in DIRECTIVES},
+    }
+    for name, value in options.items():
+        if value is not None:
+            yield f"#SBATCH --{name}" + (f"={value}" if value != "" else "")
+
+
+def _words(job: Job) -> Iterator[str]:
+    yield shell.array("words", job.words())
+    yield 'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then'
+    yield f"  {shell.array('words', [AGAIN], '+=')}"
+    if job.first:
+        yield "else"
+        yield f"  {shell.array('words', job.first, '+=')}"
+    yield "fi"
+    if job.launch.relayout:
+        yield f'if [ "$SLURM_JOB_NUM_NODES" -ne {job.machines} ]; then'
+        yield '  words+=("cluster.nodes=$SLURM_JOB_NUM_NODES" parallel=auto)'
+        yield "fi"
+
+
+def _step(job: Job) -> Iterator[str]:
+    """Yield the lines that start the ranks, and forward TERM to them."""
+    # SLURM would bind the only task of a machine to one core, and end the ranks of all machines as
+    # soon as those of the first have saved.
+    yield shell.array("srun", ["srun", "--cpu-bind=none", "--kill-on-bad-exit=0"])
+    launch = job.launch
+    if launch.image is not None:
+        yield shell.array("srun", [f"--container-image={launch.image}"], "+=")
+        yield f"mounts={shlex.quote(','.join(launch.mounts))}"
+        yield 'srun+=("--container-mounts=$PWD:$PWD${mounts:+,$mounts}")'
+        yield 'srun+=("--container-workdir=$PWD")'
+        if launch.env:
+            yield f"names={','.join(launch.env)}"
+            yield 'srun+=("--container-env=$names")'
+    yield "stopping=no"
+    yield "step="
+    yield 'stop() { stopping=yes; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true; }'
+    yield "trap stop TERM"
+    yield '"${srun[@]}" "${words[@]}" &'
+    yield "step=$!"
+    yield "code=0"
+    # TERM may have arrived before the step had a number.
+    yield '[ "$stopping" = no ] || stop'
+    yield "while true; do"
+    yield "  stopping=no"
+    yield '  ended=0; wait "$step" || ended=$?'
+    # 127: an earlier wait has collected the exit code already.
+    yield '  [ "$ended" -eq 127 ] || code=$ended'
+    yield '  [ "$stopping" = yes ] || break'
+    yield "done"
+
+
+def _ending() -> Iterator[str]:
+    """Yield the lines that requeue a run which has saved a checkpoint and wants to continue."""
+    yield f'if [ "$code" -eq {Preempted.exit_code} ]; then'
+    # A job that somebody cancels gets TERM as well, and must not come back.
+    yield '  state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T || true)'
+    yield '  [ "$state" != RUNNING ] || scontrol requeue "$SLURM_JOB_ID"'
+    yield "fi"
+    yield 'exit "$code"'
