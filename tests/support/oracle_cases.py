@@ -170,6 +170,7 @@ SIZES: dict[str, tuple[Any, ...]] = {
     "optim.lr": (1e-5, 1e-3, 0.5),
 }
 LEFT_ALONE = (
+    "launch.",
     "log.",
     "checkpoint.",
     "cluster.",

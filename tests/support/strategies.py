@@ -20,6 +20,8 @@ SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "model.family": st.just("gpt"),
     "cluster.device": st.sampled_from(["cpu", "cuda", "auto"]),
 }
+NOT_DRAWN = ("recipe", "launch")
+"""Sections without values of a run: metadata, and the launcher, which no file may set."""
 LIMITS = ("ge", "gt", "le", "lt", "pattern")
 WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,11}", fullmatch=True)
 PATHS = st.text(alphabet="abcXYZ019 _-./'\"$\\#=&|;~{}*é", min_size=1, max_size=12).filter(
@@ -48,7 +50,7 @@ def _section(section: type[BaseModel], prefix: str) -> st.SearchStrategy[dict[st
         {
             name: _field(info, f"{prefix}{name}")
             for name, info in section.model_fields.items()
-            if name != "recipe"
+            if name not in NOT_DRAWN
         }
     )
 
