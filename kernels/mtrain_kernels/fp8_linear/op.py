@@ -538,6 +538,11 @@ def _activated_by(impl: str) -> str:
     return "auto" if impl == "torch" else impl
 
 
+IMPLEMENTATIONS = {
+    "torch": Implementation("torch", _cublas),
+    "triton": Implementation("triton", lambda device: TRITON.obstacle(device) or too_old(device)),
+    "reference": REFERENCE,
+}
 OPS = (
     Op(
         "fp8_linear",
@@ -547,13 +552,7 @@ OPS = (
             _case("swiglu_linear_blockwise", "blockwise", swiglu=True),
         ),
         launch=_launch,
-        implementations={
-            "torch": Implementation("torch", _cublas),
-            "triton": Implementation(
-                "triton", lambda device: TRITON.obstacle(device) or too_old(device)
-            ),
-            "reference": REFERENCE,
-        },
+        implementations=IMPLEMENTATIONS,
         oldest=89,
     ),
     Op(
@@ -563,13 +562,7 @@ OPS = (
             _gradient_case("gradient_blockwise", "blockwise"),
         ),
         launch=_launch_gradient,
-        implementations={
-            "torch": Implementation("torch", _cublas),
-            "triton": Implementation(
-                "triton", lambda device: TRITON.obstacle(device) or too_old(device)
-            ),
-            "reference": REFERENCE,
-        },
+        implementations=IMPLEMENTATIONS,
         oldest=89,
     ),
 )

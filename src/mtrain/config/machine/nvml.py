@@ -78,9 +78,14 @@ class _Process(Structure):
 @cache
 def driver() -> Driver | None:
     """Return the driver of this machine, queried once per process; None without a library."""
+    return of_library(asked)
+
+
+def of_library(query: Callable[[ctypes.CDLL], T]) -> T | None:
+    """Return the answer of the driver's library; None without a library that reaches a driver."""
     for name in LIBRARIES:
         with suppress(OSError, Failed):
-            return asked(ctypes.CDLL(name))
+            return query(ctypes.CDLL(name))
     return None
 
 

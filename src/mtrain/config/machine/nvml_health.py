@@ -12,7 +12,7 @@ from contextlib import suppress
 from ctypes import byref, c_uint, c_ulonglong, c_void_p
 from dataclasses import dataclass, field
 
-from mtrain.config.machine.nvml import LIBRARIES, Calls, Failed, answer_or, opened
+from mtrain.config.machine.nvml import Calls, Failed, answer_or, of_library, opened
 
 SM_CLOCK = 1
 UNCORRECTED = 1
@@ -73,10 +73,7 @@ class Health:
 
 def read() -> Health | None:
     """Return the state of this machine's GPUs; None without the driver's library."""
-    for name in LIBRARIES:
-        with suppress(OSError, Failed):
-            return asked(ctypes.CDLL(name))
-    return None
+    return of_library(asked)
 
 
 def asked(library: ctypes.CDLL) -> Health:
