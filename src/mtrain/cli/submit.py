@@ -12,6 +12,7 @@ from mtrain.clusters.submission import submit as submit_file
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say, say_page
 from mtrain.launching.signals import scratch_folder
+from mtrain.units import number_of
 
 
 def render_job(words: list[str], *, out: str | None) -> int:
@@ -56,5 +57,6 @@ def _validated(words: list[str]) -> RunConfig:
 
 def _summary(run: RunConfig) -> str:
     job = Job(run)
-    where = f"{job.machines} machine(s) with {job.ranks_each} rank(s) each"
-    return f"{run.launch.kind} job {job.name}, {where}, digest {job.digest}"
+    machines = number_of(job.machines, "machine")
+    each = number_of(job.ranks_each, "rank")
+    return f"{run.launch.kind} job {job.name}: {machines} with {each} each, digest {job.digest}"

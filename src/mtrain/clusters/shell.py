@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable
 
 from mtrain.clusters.job import Job
+from mtrain.units import number_of
 
 END = "END_OF_RUN_YAML"
 # A task reads the file of `launch.setup`, then becomes the program.
@@ -18,7 +19,8 @@ def head(job: Job) -> list[str]:
     """Return the comments above a script: the digest and the size of the run."""
     return [
         f"# digest {job.digest}",
-        f"# {job.ranks} ranks on {job.machines} machine(s), {job.ranks_each} on each",
+        f"# {number_of(job.ranks, 'rank')} on {number_of(job.machines, 'machine')},"
+        f" {job.ranks_each} on each",
     ]
 
 
