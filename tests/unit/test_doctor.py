@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
@@ -32,6 +33,7 @@ from mtrain.doctor.diagnosis import examined, exit_code
 from mtrain.doctor.facts import Clock, Disk, Facts, Rates, Software
 from mtrain.doctor.probes.gpu_state import parsed
 from mtrain.doctor.rows import Row
+from mtrain.doctor.software import BEFORE, PYTHON, TORCH, TRANSFORMER_ENGINE, TRITON, numbers
 from mtrain.launching.limits import Limits
 from tests.support.commands import ROOT, mtrain
 from tests.support.nvml import Library, site
@@ -530,6 +532,22 @@ def test_doctor_image_is_pinned_and_copies_what_exists() -> None:
     for copied in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
         assert all((ROOT / name).exists() for name in copied.split())
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in text
+
+
+def test_doctor_bounds_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+
+    def bounds(sign: str, package: str) -> set[tuple[int, ...]]:
+        pattern = rf"{package}[^;]*{sign}([\d.]+)"
+        found = [match[1] for word in named if (match := re.match(pattern, word))]
+        return {numbers(version) for version in found}
+
+    assert project["requires-python"] == f">={'.'.join(map(str, PYTHON))}"
+    assert bounds(">=", "torch") == {TORCH}
+    assert bounds(">=", "triton") == {TRITON}
+    assert bounds(">=", "transformer-engine") == {TRANSFORMER_ENGINE}
+    assert bounds("<", "transformer-engine") == set(BEFORE.values())
 
 
 @pytest.mark.full
