@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mtrain.ckpt.new_file import Writer
 from mtrain.config.compose.composer import compose
-from mtrain.convert.safetensors_file import Writer
 from mtrain.recipes.huggingface.exporter import config_json
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch.py"

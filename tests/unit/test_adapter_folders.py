@@ -114,7 +114,7 @@ def test_adapter_folder_is_kept_with_megatron_weights(
 
 @pytest.mark.full
 def test_adapter_folder_comparison_uses_its_own_process(tmp_path: Path) -> None:
-    from mtrain.convert.safetensors_file import Writer
+    from mtrain.ckpt.new_file import Writer
 
     llama = {
         "model_type": "llama",
@@ -143,9 +143,9 @@ def test_adapter_folder_comparison_uses_its_own_process(tmp_path: Path) -> None:
 
 
 def test_adapter_folder_damaged_is_refused_cleanly(tmp_path: Path) -> None:
+    from mtrain.ckpt.new_file import Writer
     from mtrain.convert.huggingface.model import layer_table
     from mtrain.convert.peft.folder import read_adapters
-    from mtrain.convert.safetensors_file import Writer
     from mtrain.loading.configuration import load
     from tests.support.forked import run_alone
 

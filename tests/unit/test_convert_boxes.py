@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from mtrain.ckpt.new_file import Writer
 from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.convert.boxes import Box, box_of
@@ -20,7 +21,6 @@ from mtrain.convert.exporter import Weights, export_weights
 from mtrain.convert.huggingface.folder import WEIGHTS, open_folder
 from mtrain.convert.huggingface.reader import Reader
 from mtrain.convert.importer import import_weights
-from mtrain.convert.safetensors_file import Writer
 from mtrain.errors import CorruptData
 from mtrain.models.table import GATE_UP, QKV, Entry, Table
 from tests.support.configs import LAPTOP

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.ckpt import new_file
+from mtrain.ckpt.new_file import Writer
 from mtrain.cli.atomic_output import drafted
-from mtrain.convert import prefetch, safetensors_file
-from mtrain.convert.safetensors_file import Writer, read_header
+from mtrain.convert import prefetch
+from mtrain.convert.safetensors_file import read_header
 from mtrain.errors import BadEnvironment
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -65,7 +67,7 @@ def test_convert_killed_leftovers_are_removed(tmp_path: Path) -> None:
 def test_convert_disk_error_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(os, "pwrite", fail)
 
     def write() -> None:
@@ -85,7 +87,7 @@ def test_convert_file_is_whole_for_any_block_size(
     """Write past the page cache; with `refused` the file system opens files so, but then does not
     write them.
     """
-    monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(new_file, "BLOCK_BYTES", 4096)
     pwrite = os.pwrite
     data = os.urandom(size)
 

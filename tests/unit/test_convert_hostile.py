@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from mtrain.ckpt.new_file import Writer
 from mtrain.cli.main import main
 from mtrain.convert.huggingface.folder import INDEX, WEIGHTS, open_folder
 from mtrain.convert.inspect import held, totals
-from mtrain.convert.safetensors_file import Writer, read_header
+from mtrain.convert.safetensors_file import read_header
 from mtrain.errors import CorruptData
 from tests.support.tables import tables
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt.hashes import hash_bytes
+from mtrain.ckpt.new_file import Writer
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box, adapter_boxes
 from mtrain.convert.certificate import Record
@@ -23,7 +24,7 @@ from mtrain.convert.huggingface.folder import INDEX, WEIGHTS
 from mtrain.convert.match import Match, export_match, shapes_of_theirs
 from mtrain.convert.prefetch import prefetched
 from mtrain.convert.raw_arrays import RawArray, as_tensor, buffer_of, converted, of_tensor
-from mtrain.convert.safetensors_file import BYTES, Writer
+from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 

@@ -17,6 +17,7 @@ import numpy as np
 from mtrain import durable, strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt import hashes
+from mtrain.ckpt.new_file import Writer
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box
@@ -25,7 +26,7 @@ from mtrain.convert.compare import NamedWeights, difference
 from mtrain.convert.match import check_shape, match
 from mtrain.convert.prefetch import prefetched
 from mtrain.convert.raw_arrays import FLOATS, IN_TORCH, RawArray, buffer_of, of_tensor
-from mtrain.convert.safetensors_file import BYTES, Writer
+from mtrain.convert.safetensors_file import BYTES
 from mtrain.errors import CorruptData
 from mtrain.models.table import Step, Table
 

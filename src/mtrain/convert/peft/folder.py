@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtrain import strict_json
 from mtrain.ckpt.hashes import hash_bytes
+from mtrain.ckpt.new_file import Writer
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box, adapter_boxes, model_boxes
@@ -30,7 +31,7 @@ from mtrain.convert.peft.adapters import (
 )
 from mtrain.convert.plain_file import read_plain
 from mtrain.convert.raw_arrays import FLOATS, as_tensor, buffer_of, converted, of_tensor
-from mtrain.convert.safetensors_file import Writer, read_header
+from mtrain.convert.safetensors_file import read_header
 from mtrain.errors import ConfigError, CorruptData, Problem, show
 from mtrain.mcore.layers.merging import Whole, names_beside
 from mtrain.models.table import Table

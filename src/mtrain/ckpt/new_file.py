@@ -1,0 +1,199 @@
+"""New safetensors files, written tensor by tensor from front to back, with the header at the end.
+
+Needs no torch. Files are written with direct I/O, if the file system has it: page-cache pages for
+gigabytes that are not read soon take longer than the write, and evict pages that other processes
+use.
+
+Source: the format's specification, https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.ckpt.hashes import LENGTH_BYTES, WIDTHS
+
+ALIGNMENT = 8
+MAX_ENTRY_BYTES = 256
+"""The most bytes of a tensor's entry in a header, without its name."""
+
+
+class Writer:
+    """A new safetensors file whose tensors are written one after the other, in the order in which
+    they are named. Its header follows at the end, into room that is left for it: shapes and hashes
+    need not be known before.
+    """
+
+    def __init__(self, path: Path, names: Iterable[str], metadata_bytes: int = 256) -> None:
+        """Reserve room for metadata of at most `metadata_bytes`, as JSON."""
+        self.path = path
+        self._names = deque(names)
+        self._entries: dict[str, Any] = {}
+        entries = sum(len(strict_json.dumps(name)) + MAX_ENTRY_BYTES for name in self._names)
+        # shapes and offsets are at most as long as MAX_ENTRY_BYTES, so that the room suffices
+        self._data_at = (
+            LENGTH_BYTES + -(-(metadata_bytes + entries + MAX_ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
+        )
+        self._at = 0
+        self._missing = 0
+        """Bytes of the tensor that was begun last which were not added."""
+        self._file = NewFile(path, self._data_at)
+
+    def write(self, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:
+        """Write the bytes of the next tensor.
+
+        Raises:
+            ValueError: another one is next, or it has another size.
+        """
+        if len(data) != prod(shape) * WIDTHS[dtype]:
+            raise ValueError(f"{name} of {len(data)} bytes is not what follows in {self.path}")
+        self.begin(name, dtype, shape)
+        self.add(data)
+
+    def begin(self, name: str, dtype: str, shape: Sequence[int]) -> None:
+        """Begin the next tensor, whose bytes `add` writes.
+
+        Raises:
+            ValueError: another one is next, or the one before lacks bytes.
+        """
+        if not self._names or name != self._names[0] or self._missing:
+            raise ValueError(f"{name} is not what follows in {self.path}")
+        self._names.popleft()
+        self._missing = prod(shape) * WIDTHS[dtype]
+        self._entries[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [self._at, self._at + self._missing],
+        }
+
+    def add(self, data: memoryview) -> None:
+        """Write the next bytes of the tensor that was begun.
+
+        Raises:
+            ValueError: it has fewer.
+        """
+        if len(data) > self._missing:
+            raise ValueError(f"{len(data)} bytes are more than follow in {self.path}")
+        self._missing -= len(data)
+        self._at += len(data)
+        self._file.write(data)
+
+    def close(self, metadata: Mapping[str, str]) -> None:
+        """Write the header, and put the file on disk.
+
+        Raises:
+            ValueError: a tensor was not written, or the header is larger than its room.
+            OSError: some of it could not be put on disk.
+        """
+        if self._names or self._missing:
+            lacking = self._names[0] if self._names else "the end of the last tensor"
+            raise ValueError(f"{self.path}: {lacking} was not written")
+        text = strict_json.dumps(
+            {"__metadata__": dict(metadata), **self._entries}, separators=(",", ":")
+        ).encode()
+        room = self._data_at - LENGTH_BYTES
+        if len(text) > room:
+            raise ValueError(f"{self.path}: the header has {len(text)} bytes, and room for {room}")
+        # spaces fill the room: JSON allows them, and the format's reference does the same
+        self._file.finish(room.to_bytes(LENGTH_BYTES, "little") + text.ljust(room))
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+
+BLOCK_BYTES = 8 << 20
+"""Written at once; a multiple of what any disk or page size asks for."""
+BLOCKS = 2
+"""One is filled while the other is written."""
+_PAST_CACHE: int = getattr(os, "O_DIRECT", 0)
+
+
+class NewFile:
+    """A new file, written from front to back."""
+
+    def __init__(self, path: Path, head_bytes: int) -> None:
+        """Leave `head_bytes` at the front free for `finish`."""
+        self._number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        # anonymous mappings begin at a page, as direct I/O demands of memory
+        self._blocks = deque(memoryview(mmap(-1, BLOCK_BYTES)) for _ in range(BLOCKS))
+        self._held = head_bytes % BLOCK_BYTES
+        # the first block begins at a multiple of its size, with room for the end of the head
+        self._at = head_bytes - self._held
+        self._thread = ThreadPoolExecutor(1)
+        self._writing = Future[None]()
+        # nothing has to be waited for at first
+        self._writing.set_result(None)
+        self._past_cache(True)
+
+    def write(self, data: memoryview) -> None:
+        """Add bytes at the end.
+
+        Raises:
+            OSError: some that were written before could not be put on disk.
+        """
+        while len(data):
+            count = min(len(data), BLOCK_BYTES - self._held)
+            self._blocks[0][self._held : self._held + count] = data[:count]
+            data = data[count:]
+            self._held = self._held + count
+            if self._held == BLOCK_BYTES:
+                # one write at a time: the other block is filled meanwhile, and an error is raised
+                # here
+                self._writing.result()
+                self._writing = self._thread.submit(self._put, self._blocks[0], self._at)
+                self._blocks.rotate()
+                self._at = self._at + BLOCK_BYTES
+                self._held = 0
+
+    def finish(self, head: bytes) -> None:
+        """Write the first bytes, and wait until the file is on disk.
+
+        Raises:
+            OSError: some of it could not be put on disk.
+        """
+        self._writing.result()
+        # the last block and the head are not as long as direct I/O demands
+        self._past_cache(False)
+        self._put(self._blocks[0][: self._held], self._at)
+        self._put(memoryview(head), 0)
+        os.fsync(self._number)
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        self._thread.shutdown()
+        os.close(self._number)
+
+    def _put(self, data: memoryview, at: int) -> None:
+        while len(data):
+            try:
+                count = os.pwrite(self._number, data, at)
+            except OSError as error:
+                # a file system that accepts the flag may still refuse the write
+                if error.errno != errno.EINVAL or not self._past_cache(False):
+                    raise
+                continue
+            data = data[count:]
+            at = at + count
+
+    def _past_cache(self, wanted: bool) -> bool:
+        """Switch direct I/O on or off; return whether that changed anything."""
+        flags = fcntl.fcntl(self._number, fcntl.F_GETFL)
+        other = flags | _PAST_CACHE if wanted else flags & ~_PAST_CACHE
+        try:
+            fcntl.fcntl(self._number, fcntl.F_SETFL, other)
+        except OSError:  # a file system that knows no other way than through the cache
+            return False
+        return other != flags
