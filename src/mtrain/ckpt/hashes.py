@@ -131,13 +131,46 @@ def hash_bytes(data: Any) -> str:
     return whole.hexdigest()
 
 
+class BlockHasher:
+    """The hashes of an entry's blocks, from bytes that come in parts."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._block = hashlib.sha256()
+        self._held = 0
+        """Bytes of the block that is not full yet."""
+
+    def add(self, data: Any) -> None:
+        """Hash the next bytes."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            count = min(len(view), BLOCK_BYTES - self._held)
+            self._block.update(view[:count])
+            view = view[count:]
+            self._held += count
+            if self._held == BLOCK_BYTES:
+                self._finish()
+
+    def hexdigest(self) -> str:
+        """Return the hex hash of every block behind each other; no bytes are one empty block."""
+        if self._held or not self._done:
+            self._finish()
+        return "".join(self._done)
+
+    def _finish(self) -> None:
+        self._done.append(self._block.hexdigest())
+        self._block = hashlib.sha256()
+        self._held = 0
+        tick()
+
+
 def hash_blocks(data: Any) -> str:
-    """Return hex sha256 of every block of an entry's bytes, behind each other; no bytes count as
+    """Return the hex hash of every block of an entry's bytes, behind each other; no bytes count as
     one empty block.
     """
-    view = memoryview(data).cast("B")
-    starts = range(0, max(1, len(view)), BLOCK_BYTES)
-    return "".join(hash_bytes(view[start : start + BLOCK_BYTES]) for start in starts)
+    blocks = BlockHasher()
+    blocks.add(data)
+    return blocks.hexdigest()
 
 
 def room_for(nbytes: int) -> str:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from mtrain.ckpt import folder, retention, store
+from mtrain.ckpt.contents import Contents
 from mtrain.ckpt.meeting import Meeting
+from mtrain.ckpt.saving.background import BackgroundSaves, Job
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import warn
@@ -52,6 +54,66 @@ def save(
 ) -> Path:
     """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
     begin_phase("save")
+    shards, frozen = _shards(run, state)
+    facts = _facts(run, world, state, data_facts)
+    ranks = meeting_of(world, run)
+    prune = partial(_prune, root, run.checkpoint.keep)
+    # FSDP may hold less than a whole shard of a weight outside of a forward.
+    with sharding.gathered(state.chunks):
+        rng = rng_tensors(world)
+        text = run_yaml(run.recorded())
+        path = store.save(root, state.step, shards, rng, facts, text, ranks, frozen, prune)
+    begin_phase("after save")
+    return path
+
+
+def begin_save(
+    saves: BackgroundSaves,
+    root: Path,
+    run: RunConfig,
+    world: World,
+    state: TrainState,
+    data_facts: dict[str, Any],
+) -> None:
+    """Begin a save of `state`, together with all ranks, that goes on in the background.
+
+    Weights and the optimizer's state must not change before `saves.secured`.
+    """
+    begin_phase("save")
+    shards, frozen = _shards(run, state)
+    name = folder.shard_name(world.rank)
+    manifest = {
+        "step": state.step,
+        "ranks": world.size,
+        "state": _facts(run, world, state, data_facts),
+    }
+    with sharding.gathered(state.chunks):
+        contents = [Contents.of(name, shards, rng_tensors(world))]
+        known = None if frozen is None else frozen.known()
+        if frozen is not None and known is None:
+            contents.append(Contents.of(folder.frozen_name(world.rank), frozen.shards))
+        text = run_yaml(run.recorded())
+        keep = run.checkpoint.keep
+        saves.begin(Job(root, state.step, tuple(contents), manifest, text, keep, known))
+        # FSDP frees parts of weights when it leaves this block.
+        if run.parallel.frees_weights or run.parallel.fsdp != "none":
+            saves.secured()
+    begin_phase("after save")
+
+
+def end_save(saves: BackgroundSaves, state: TrainState) -> Path:
+    """Take note of the commit of the save that was under way, on every rank; return its path."""
+    written = saves.written
+    job = saves.done()
+    if state.frozen is not None:
+        # The last file: the one that was written, or the one that was linked.
+        state.frozen.index = written[-1]
+        state.frozen.path = job.path / written[-1]["file"]["name"]
+    return job.path
+
+
+def _shards(run: RunConfig, state: TrainState) -> tuple[list[Any], store.Frozen | None]:
+    """Return the shards that a save writes, and those that no step changes."""
     weights = sharding.model_shards(state.chunks)
     still = set()
     # With adapters the model itself does not change: its file is written once and linked.
@@ -59,7 +121,13 @@ def save(
         still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
         state.frozen = state.frozen or store.Frozen([s for s in weights if id(s) in still])
     shards = [s for s in weights if id(s) not in still]
-    shards += sharding.optimizer_shards(state.chunks, state.optimizer)
+    return shards + sharding.optimizer_shards(state.chunks, state.optimizer), state.frozen
+
+
+def _facts(
+    run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what a manifest says of the state apart from tensors, the same on every rank."""
     facts = {
         "consumed_samples": state.consumed_samples,
         "schedule_steps": state.schedule.num_steps,
@@ -74,15 +142,7 @@ def save(
     # Left out where no hook has a state: the files of such a run are those of earlier versions.
     if state.hooks:
         facts["hooks"] = state.hooks
-    ranks = meeting_of(world, run)
-    prune = partial(_prune, root, run.checkpoint.keep)
-    # FSDP may hold less than a whole shard of a weight outside of a forward.
-    with sharding.gathered(state.chunks):
-        rng = rng_tensors(world)
-        text = run_yaml(run.recorded())
-        path = store.save(root, state.step, shards, rng, facts, text, ranks, state.frozen, prune)
-    begin_phase("after save")
-    return path
+    return facts
 
 
 def meeting_of(world: World, run: RunConfig) -> Meeting:

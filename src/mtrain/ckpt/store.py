@@ -22,7 +22,8 @@ import torch
 from safetensors import SafetensorError
 
 from mtrain import durable, strict_json, units
-from mtrain.ckpt import folder, hashes, shards
+from mtrain.ckpt import folder, hashes, index, shard_file
+from mtrain.ckpt.contents import IN_TORCH, OWN, Contents, on_host
 from mtrain.ckpt.meeting import Meeting, alive
 from mtrain.ckpt.pieces import Region, parts
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, TrainingError
@@ -31,22 +32,8 @@ from mtrain.world.heartbeat import tick
 
 READ_BYTES = 16 << 20
 """The most that is read at once."""
-IN_TORCH = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-"""Number format as safetensors names it -> as torch does."""
+WRITTEN_BYTES = 4 << 20
+"""The most that is written at once."""
 
 
 @dataclass
@@ -60,6 +47,12 @@ class Frozen:
     """The file in the newest checkpoint that was written here."""
     index: dict[str, Any] | None = None
     """Its pieces, and the facts of the file."""
+
+    def known(self) -> dict[str, Any] | None:
+        """Return path and index of the file, if it is still there."""
+        if self.index is None or self.path is None or not self.path.is_file():
+            return None
+        return {"path": str(self.path), "index": self.index}
 
 
 def save(
@@ -92,16 +85,17 @@ def save(
     draft = folder.draft_of(root, step)
 
     def write() -> None:
-        written = [_write_shard(draft / folder.shard_name(ranks.rank), shards, extra)]
+        name = folder.shard_name(ranks.rank)
+        written = [_written(draft / name, Contents.of(name, shards, extra))]
         if frozen is not None:
             written.append(_keep_frozen(draft, frozen, ranks.rank))
-        folder.write_json(draft / f"rank_{ranks.rank:05d}.json", {"written": written})
+        index.write(draft, ranks.rank, written)
 
     def commit() -> None:
         folder.commit(
             draft,
             final,
-            {"step": step, "ranks": ranks.size, "state": state, **_merge(draft, ranks.size)},
+            {"step": step, "ranks": ranks.size, "state": state, **index.merged(draft, ranks.size)},
         )
         committed()
 
@@ -162,77 +156,17 @@ def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
                 path.unlink()
         except OSError:  # it was pruned
             path.unlink(missing_ok=True)
-    frozen.index = _write_shard(path, frozen.shards, {})
+    frozen.index = _written(path, Contents.of(path.name, frozen.shards))
     return frozen.index
 
 
-def _write_shard(
-    path: Path, own: Iterable[TensorShard], extra: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    tensors: dict[str, torch.Tensor] = {}
-    pieces: list[dict[str, Any]] = []
-    for shard in own:
-        if not shard.primary:
-            continue
-        tick()
-        entry = f"{shard.key}@{len(pieces)}"
-        tensors[entry] = shard.tensor.detach().cpu().contiguous()
-        pieces.append(
-            {
-                "key": shard.key,
-                "global_shape": list(shard.global_shape),
-                "dtype": str(shard.tensor.dtype).removeprefix("torch."),
-                "offset": list(shard.offset),
-                "shape": list(shard.shape),
-                "flat": list(shard.flat) if shard.flat else None,
-                "file": path.name,
-                "entry": entry,
-            }
-        )
-    tensors |= {f"rank/{key}": value.cpu().contiguous() for key, value in extra.items()}
-    hashed = {entry: hashes.hash_blocks(_bytes(tensor)) for entry, tensor in tensors.items()}
-    # Two shards may be the same memory (a tied weight): safetensors wants each entry to own its
-    # bytes.
-    shards.write(path, _unshared(tensors), hashes.metadata_of(hashed))
-    durable.sync(path)
-    return {"pieces": pieces, "file": {"name": path.name, **hashes.wrote(path)}}
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    """Return the memory of a contiguous tensor, as a buffer."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    seen: set[int] = set()
-    out = {}
-    for name, tensor in tensors.items():
-        memory = tensor.untyped_storage().data_ptr()
-        out[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
-    return out
-
-
-def _merge(draft: Path, size: int) -> dict[str, Any]:
-    """Return the manifest's tensors and files from the index that each rank left in the draft."""
-    tensors: dict[str, Any] = {}
-    files: dict[str, Any] = {}
-    for rank in range(size):
-        path = draft / f"rank_{rank:05d}.json"
-        written = json.loads(path.read_text())["written"]
-        # The index of a rank is of the draft: the manifest has all of it.
-        path.unlink()
-        files |= {
-            i["file"]["name"]: {k: i["file"][k] for k in ("bytes", "header_sha256")}
-            for i in written
-        }
-        for piece in (piece for index in written for piece in index["pieces"]):
-            empty = {"shape": piece["global_shape"], "dtype": piece["dtype"], "pieces": []}
-            entry = tensors.setdefault(piece["key"], empty)
-            entry["pieces"].append(
-                {k: piece[k] for k in ("file", "entry", "offset", "shape", "flat")}
-            )
-    return {"tensors": tensors, "files": files}
+def _written(path: Path, contents: Contents) -> dict[str, Any]:
+    """Write a file; return its index."""
+    tensors = iter((*contents.changing, *contents.still))
+    # one tensor of a device at a time in host memory
+    return shard_file.write(
+        path, contents.file, lambda _: shard_file.parts(on_host(next(tensors)), WRITTEN_BYTES)
+    )
 
 
 @dataclass
@@ -331,10 +265,8 @@ class Checkpoint:
         reader = self._reader
         if name not in self.manifest["files"]:
             return {}
-        entries = [
-            entry for entry in reader.files[name].header.entries if entry.startswith("rank/")
-        ]
-        return {entry.removeprefix("rank/"): reader.whole(name, entry) for entry in entries}
+        entries = [entry for entry in reader.files[name].header.entries if entry.startswith(OWN)]
+        return {entry.removeprefix(OWN): reader.whole(name, entry) for entry in entries}
 
 
 class _Reader:

@@ -80,6 +80,10 @@ class Device:
     """Restores the result of `rng_state`."""
     pinned: Callable[[int], torch.Tensor] = _pinned
     """Allocates so many bytes (uint8) of host memory, with which copies overlap other work."""
+    pin: Callable[[torch.Tensor], Callable[[], None]] = lambda memory: lambda: None
+    """Pins host memory that something else allocated, if it can, so that copies overlap other work;
+    returns a function that undoes it.
+    """
     driver_bytes: Callable[[], int | None] = lambda: None
     """Returns the bytes in use on the current device, by all processes; None if unknown."""
     captured: Callable[[Callable[[], None]], Callable[[], None]] | None = None

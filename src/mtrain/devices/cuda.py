@@ -47,6 +47,19 @@ def _captured(work: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def _pin(memory: torch.Tensor) -> Callable[[], None]:
+    runtime = torch.cuda.cudart()
+    address = memory.data_ptr()
+    # Copies from memory that cannot be pinned work as well: they only take longer.
+    if int(runtime.cudaHostRegister(address, memory.numel(), 0)) != 0:
+        return lambda: None
+
+    def unpin() -> None:
+        runtime.cudaHostUnregister(address)
+
+    return unpin
+
+
 CUDA = Device(
     name="cuda",
     torch_type="cuda",
@@ -63,6 +76,7 @@ CUDA = Device(
     seed=torch.cuda.manual_seed,
     rng_state=torch.cuda.get_rng_state,
     set_rng_state=torch.cuda.set_rng_state,
+    pin=_pin,
     driver_bytes=_driver_bytes,
     captured=_captured,
     set_sync_debug=torch.cuda.set_sync_debug_mode,

@@ -14,6 +14,7 @@ from mtrain.assembly.kernel_variants import use_measured
 from mtrain.assembly.model import build_model
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.folder import reading
+from mtrain.ckpt.saving.process import WriterProcess
 from mtrain.ckpt.store import Checkpoint
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.schema.run import RunConfig
@@ -73,6 +74,8 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     startup.mark(startup.LIBRARIES)
     stop = StopRequest()
     stop.listen(run.trainer.stop_signals)
+    # before any device is initialised, and early: it starts while this rank joins the others
+    writer = writer_of(run)
     try:
         with joined(run) as world:
             paths = locate(world)
@@ -89,7 +92,7 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                 startup.mark(startup.BUILDING)
                 progress = Progress(run, speaks=world.is_rank0)
                 _begin(context, splits, paths, progress)
-                trainer = Trainer(context, run_hooks(run, splits, paths, progress))
+                trainer = Trainer(context, run_hooks(run, splits, paths, progress, writer))
                 _introduce(context, splits, progress)
                 trainer.fit()
             # The run is saved: a rank that hangs from here on ends without an error.
@@ -100,11 +103,25 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     return True
 
 
-def run_hooks(run: RunConfig, splits: Splits, paths: Paths, progress: Progress) -> list[Hook]:
-    """Return the hooks of a run, in the order in which each moment calls them."""
+def writer_of(run: RunConfig) -> WriterProcess | None:
+    """Return the process that writes the checkpoints of this rank in the background, or None."""
+    config = run.checkpoint
+    return WriterProcess(config.barrier_timeout_s) if config.async_save and config.saves else None
+
+
+def run_hooks(
+    run: RunConfig,
+    splits: Splits,
+    paths: Paths,
+    progress: Progress,
+    writer: WriterProcess | None = None,
+) -> list[Hook]:
+    """Return the hooks of a run, in the order in which each moment calls them; `writer` saves in
+    the background.
+    """
     folder = paths.folder
     metrics = Metrics(folder)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, progress, splits.describe())
+    checkpoints = Checkpoints(folder / CHECKPOINTS, progress, splits.describe(), writer)
     # Whatever may end a run comes after the checkpoints, so it loses no step.
     hooks: list[Hook] = [
         KeepTokenizer(folder, splits, named_tokenizer(run, paths.checkpoint or paths.weights)),

@@ -54,7 +54,27 @@ def memory_bytes(root: Path = ROOT) -> int:
     return int(min([*([memory] if memory > 0 else []), *known], default=0))
 
 
+def free_memory_bytes(root: Path = ROOT) -> int:
+    """Return the bytes of main memory that new data may take without swapping, at most what the
+    control groups of this process leave; 0 if unknown.
+
+    Pages that only hold files count as free: the kernel drops them.
+    """
+    line = re.search(r"^MemAvailable:\s*(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    free = [1024 * int(line[1])] if line else []
+    for folder in _groups("memory", root):
+        for limit_name, used_name in zip(_MEMORY, _MEMORY_USED, strict=True):
+            limit = _number(folder / limit_name)
+            used = _number(folder / used_name)
+            if limit is None or used is None or limit >= UNLIMITED_BYTES:
+                continue
+            files = re.search(r"^inactive_file (\d+)", _text(folder / "memory.stat"), re.MULTILINE)
+            free.append(limit - used + (int(files[1]) if files else 0))
+    return max(0, min(free, default=0))
+
+
 _MEMORY = ("memory.max", "memory.limit_in_bytes")
+_MEMORY_USED = ("memory.current", "memory.usage_in_bytes")
 _CPUSET = ("cpuset.cpus.effective", "cpuset.cpus")
 
 

@@ -456,6 +456,9 @@ STEPS: Mapping[str, Step] = {
     "checkpoint.save_interval": lambda r: steps_between(
         r, "checkpoint.save_minutes", r.checkpoint.save_minutes
     ),
+    "checkpoint.async_save": lambda r: (
+        r.checkpoint.saves and not facts_of(r.cluster.device).on_host
+    ),
     "optim.warmup_iters": warmup,
     "optim.min_lr": final_rate,
     "kernels.loss_logits_mib": logits_at_once,

@@ -1,6 +1,6 @@
 """The section `checkpoint`: what a run saves, where, and what it starts from."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mtrain.config.schema.base import (
     Effect,
@@ -40,6 +40,26 @@ class UnresolvedCheckpoint(Section):
     null: drawn from trainer.seed. If no model is chosen, the model is theirs. Optimizer, schedule
     and data start at step 0; a resumed run has weights of its own.
     """
+    async_save: bool | None = None
+    """Save in the background: each rank copies its state to host memory and goes on, and a process
+    of its own writes it. The copies are made during the next forward and backward. null: true on
+    GPUs.
+    """
+    staging_mib: Annotated[PositiveInt | None, Key(unit="MiB")] = None
+    """With async_save: host memory of each rank for the copies. A state that does not fit is copied
+    in several parts, and the next update waits until the last one is copied. null: all of the
+    state, or half of what is free on the machine.
+    """
+    retries: NonNegativeInt = 0
+    """Further tries to write the files of a checkpoint where the disk refuses. A state that
+    async_save copies in several parts has only one.
+    """
+    on_failure: Literal["stop", "continue"] = "stop"
+    """The reaction to a checkpoint that cannot be written: end the run with an error, or warn and
+    go on without it. A run whose last checkpoint fails always ends with an error.
+    """
+    max_failures: PositiveInt = 3
+    """With on_failure=continue: the number of failed checkpoints in a row that ends the run."""
     accept_changes: bool = False
     """Continue although keys that change the numbers differ from those of the checkpoint."""
     barrier_timeout_s: Annotated[Seconds, Key(unit="seconds")] = 3600.0
@@ -57,3 +77,4 @@ class CheckpointConfig(UnresolvedCheckpoint):
     """`checkpoint` of a resolved run: the keys below are never null."""
 
     save_interval: int
+    async_save: bool

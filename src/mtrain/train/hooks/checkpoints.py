@@ -2,40 +2,105 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mtrain import units
 from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt.saving.background import BackgroundSaves, Limits
+from mtrain.ckpt.saving.process import WriterProcess
+from mtrain.config.machine.hardware import free_memory_bytes
+from mtrain.errors import TrainingError, warn
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.progress import Progress
 from mtrain.train.loop.context import TrainContext
-from mtrain.train.loop.interruptions import SAVE
+from mtrain.train.loop.interruptions import COMMITTED, FAILED, SAVE
 from mtrain.train.loop.result import StepResult
+from mtrain.units import MIB
+from mtrain.world.rank_env import RankEnv
 
 
 class Checkpoints(Hook):
     """State on disk every `checkpoint.save_interval` steps and `checkpoint.save_minutes`, at the
     end, on a request to stop, and after an error of another hook if every rank can take part.
+
+    With `checkpoint.async_save` a save begins after a step and ends after a later one. At most one is
+    under way: the next one waits for it.
     """
 
     collective = True
 
-    def __init__(self, root: Path, progress: Progress, data_facts: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        progress: Progress,
+        data_facts: dict[str, Any],
+        writer: WriterProcess | None = None,
+    ) -> None:
+        """Save into `root`; in the background `writer` does it, or one that is started when it is
+        needed.
+        """
         self.root = root
         self.progress = progress
         self.data_facts = data_facts
         self.saved_step = 0
+        """The step of the last save, which may be under way."""
         self.path: Path | None = None
         """The last checkpoint of this process."""
+        self.writer = writer
+        self.saves: BackgroundSaves | None = None
+        self.failures = 0
+        """Saves that failed since the last one that did not."""
+        self.waits = 0
+        self.waited_s = 0.0
+        """The number and the time of waits for a save that was under way when the next was due."""
+        self.unsecured = False
+        """Tensors of a save may still be copied."""
 
     def start(self, context: TrainContext) -> None:
         """Note the step that the run resumes from, which needs no saving."""
         self.saved_step = context.state.step
+        config = context.run.checkpoint
+        if config.async_save:
+            here = RankEnv.here()
+            limits = Limits(
+                staging_bytes=None if config.staging_mib is None else config.staging_mib * MIB,
+                free_bytes=lambda: free_memory_bytes() // (2 * here.local_size),
+                retries=config.retries,
+                timeout_s=config.barrier_timeout_s,
+            )
+            ranks = ckpt_state.meeting_of(context.world, context.run)
+            device = context.world.device
+            self.saves = BackgroundSaves(ranks, device, here.local_rank, limits, self.writer)
+
+    def before_update(self, context: TrainContext) -> None:
+        """Wait until the update may change what is being saved, and note how the save is doing."""
+        if self.saves is None or self.saves.pending is None:
+            return
+        if self.unsecured:
+            self.saves.secured()
+            self.unsecured = False
+            # A rank whose disk is slow may come late: the others wait for it here, and not in a
+            # collective with its shorter timeout.
+            problem = ckpt_state.meeting_of(context.world, context.run).barrier(self.saves.problem)
+            if problem:
+                self._failed(context, problem)
+                return
+        self.saves.poll()
+        if self.saves.problem:
+            context.by_time.saving = FAILED
+        elif self.saves.committed:
+            context.by_time.saving = COMMITTED
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
-        """Save at the interval, or when it is time."""
+        """Save at the interval, or when it is time; act on the end of a save in the background."""
+        if result.step == context.state.step and self.saves is not None:
+            if context.by_time.save_failed:
+                self._settle(context)
+            elif context.by_time.now & COMMITTED:
+                self._committed(context, self.saves)
         interval = context.run.checkpoint.save_interval
         timely = bool(context.by_time.now & SAVE) and result.step == context.state.step
         if timely or (interval and result.step % interval == 0):
@@ -43,28 +108,121 @@ class Checkpoints(Hook):
 
     def finish(self, context: TrainContext) -> None:
         """Save the last state."""
+        self._settle(context)
         stopped = context.state.step < context.run.trainer.steps
         # A run that is stopped before its first step has something to resume from, too.
         unsaved = self.saved_step != context.state.step or context.state.step == 0
         if (context.run.checkpoint.save_final or stopped) and unsaved:
-            self._save(context)
+            self._save(context, last=True)
 
     def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
         """Save the steps since the last checkpoint, if there are any."""
-        if saveable and self.saved_step != context.state.step:
-            self._save(context)
+        if saveable:
+            self._settle(context)
+            if self.saved_step != context.state.step:
+                self._save(context, last=True)
 
-    def _save(self, context: TrainContext) -> None:
+    def close(self) -> None:
+        """End the writer."""
+        if self.saves is not None:
+            self.saves.close()
+        elif self.writer is not None:
+            self.writer.close()
+
+    def _save(self, context: TrainContext, *, last: bool = False) -> None:
         state = context.state
+        if self.saves is not None and self.saves.pending is not None:
+            self._wait_for_earlier(context)
         state.hooks = context.hooks.state_dict()
-        self.path = ckpt_state.save(self.root, context.run, context.world, state, self.data_facts)
-        self.saved_step = state.step
         context.by_time.done(SAVE)
-        context.hooks.call("saved", context, self.path)
+        self.saved_step = state.step
+        save = (self.root, context.run, context.world, state, self.data_facts)
+        if self.saves is not None:
+            ckpt_state.begin_save(self.saves, *save)
+            self.unsecured = True
+            if last:
+                self._settle(context, last=True)
+            return
+        try:
+            path = ckpt_state.save(*save)
+        except TrainingError as error:
+            # Not shared: a rank is missing, so there is nobody to go on with.
+            if not error.shared:
+                raise
+            self._refused(context, str(error), last=last)
+            return
+        self._saved(context, path)
+
+    def _wait_for_earlier(self, context: TrainContext) -> None:
+        assert self.saves is not None
+        assert self.saves.pending is not None
+        begun = time.monotonic()
+        earlier = self.saves.pending.step
+        self._settle(context)
+        seconds = time.monotonic() - begun
+        self.waits += 1
+        self.waited_s += seconds
+        if context.world.is_rank0:
+            self.progress.note(
+                f"step {context.state.step}: waited {seconds:.1f} s for the save of step {earlier}"
+                f" ({units.number_of(self.waits, 'wait')} so far, {self.waited_s:.1f} s)"
+            )
+
+    def _settle(self, context: TrainContext, *, last: bool = False) -> None:
+        """Wait for the end of the save that is under way, if there is one; every rank calls it."""
+        if self.saves is None or self.saves.pending is None:
+            return
+        self.saves.finish()
+        self.unsecured = False
+        problem = ckpt_state.meeting_of(context.world, context.run).barrier(self.saves.problem)
+        if problem:
+            self._failed(context, problem, last=last)
+        else:
+            self._committed(context, self.saves)
+
+    def _committed(self, context: TrainContext, saves: BackgroundSaves) -> None:
+        context.by_time.save_settled()
+        path = ckpt_state.end_save(saves, context.state)
+        self._saved(context, path)
+
+    def _failed(self, context: TrainContext, problem: str, *, last: bool = False) -> None:
+        """Give up the save in the background, on every rank."""
+        assert self.saves is not None
+        context.by_time.save_settled()
+        self.unsecured = False
+        self.saves.abort()
+        # Before rank 0 removes the files: no writer works on them any more.
+        ckpt_state.meeting_of(context.world, context.run).barrier()
+        if context.world.is_rank0:
+            self.saves.sweep(self.root)
+        self._refused(context, problem, last=last)
+
+    def _refused(self, context: TrainContext, problem: str, *, last: bool) -> None:
+        """End the run after a save that failed, or warn and go on."""
+        config = context.run.checkpoint
+        self.failures += 1
+        if config.on_failure == "continue" and not last:
+            if self.failures < config.max_failures:
+                if context.world.is_rank0:
+                    warn(f"{problem}; the run goes on (checkpoint.on_failure=continue)")
+                return
+            problem += (
+                f"; {units.number_of(self.failures, 'checkpoint')} in a row could not be written"
+                f" (checkpoint.max_failures={config.max_failures})"
+            )
+        # `shared`: every rank raises it, and one of them prints it
+        failed = TrainingError(problem)
+        failed.shared = True
+        raise failed
+
+    def _saved(self, context: TrainContext, path: Path) -> None:
+        self.path = path
+        self.failures = 0
+        context.hooks.call("saved", context, path)
         # On thousands of ranks, one asks the file system for the sizes of all files.
         if not context.world.is_rank0:
             return
         size = ""
         with suppress(OSError):  # the checkpoint is committed, whatever becomes of this
-            size = f" ({units.bytes_(sum(f.stat().st_size for f in self.path.iterdir()))})"
-        self.progress.note(f"step {state.step}: saved {self.path}{size}")
+            size = f" ({units.bytes_(sum(f.stat().st_size for f in path.iterdir()))})"
+        self.progress.note(f"step {context.state.step}: saved {path}{size}")

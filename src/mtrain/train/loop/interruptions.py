@@ -4,6 +4,9 @@ The clock of rank 0 decides when to evaluate or save by time. All ranks learn it
 report, which is added up over all ranks anyway, so nothing waits for the clock. Evaluating and
 saving change no number of later steps, so a resumed run makes the same steps whenever its clock
 rings.
+
+A save in the background ends at some moment of a step, which differs between ranks. They learn of
+its end in the same way, and so all after the same step.
 """
 
 from __future__ import annotations
@@ -17,7 +20,12 @@ from mtrain.config.schema.run import RunConfig
 
 EVALUATE = 1
 SAVE = 2
-"""Bits of what is due."""
+COMMITTED = 4
+"""Bits of what is due. COMMITTED: a save that goes on in the background has become a checkpoint."""
+FAILED = 8
+"""The number that each rank adds whose part of a save in the background failed. It is above all
+bits, so any number of ranks may add it.
+"""
 
 
 class StopRequest:
@@ -52,18 +60,35 @@ class ByTime:
         self._last = dict.fromkeys(self._every, clock())
         self.now = 0
         """Bits that all ranks know to be due after the last step."""
+        self.saving = 0
+        """COMMITTED or FAILED, as this rank knows of its save in the background."""
 
     def begin(self) -> None:
         """Count from now on."""
         self._last = dict.fromkeys(self._every, self._clock())
 
     def due_on(self, rank: int) -> int:
-        """Return what this rank requests with its next step; only rank 0 requests anything."""
+        """Return what this rank requests with its next step: only rank 0 requests anything, but for
+        a save that failed.
+        """
         # Clocks of ranks differ: if each had a say, a step could be due for half of them.
-        if rank or not self._every:
-            return 0
+        if rank:
+            return self.saving & FAILED
+        if not self._every:
+            return self.saving
         now = self._clock()
-        return sum(bit for bit, seconds in self._every.items() if now - self._last[bit] >= seconds)
+        due = (bit for bit, seconds in self._every.items() if now - self._last[bit] >= seconds)
+        return self.saving + sum(due)
+
+    @property
+    def save_failed(self) -> bool:
+        """Return whether all ranks know that a save in the background failed on one of them."""
+        return self.now >= FAILED
+
+    def save_settled(self) -> None:
+        """Forget how the save in the background ended: all ranks have acted on it."""
+        self.saving = 0
+        self.now &= EVALUATE | SAVE
 
     def done(self, bit: int) -> None:
         """Count from now on: it was just done, whatever the reason."""

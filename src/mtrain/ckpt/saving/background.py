@@ -1,0 +1,419 @@
+"""Checkpoints that training does not wait for: a rank copies its tensors to host memory that its
+writer shares, and goes on.
+
+Tensors that may change at any time are copied before `begin` returns. All others change only in
+the next update: a thread copies them during the forward and backward before it, and `secured`
+waits for the rest. On a device the copies have a stream of their own.
+
+The ranks need not meet while files are written. Writers find each other through the draft, and a
+rank learns of the end of a save from `poll`, once per step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtrain.ckpt import folder
+from mtrain.ckpt.contents import Contents, flat_bytes
+from mtrain.ckpt.meeting import Meeting
+from mtrain.ckpt.saving import staging
+from mtrain.ckpt.saving.channel import Closed
+from mtrain.ckpt.saving.process import WriterProcess
+from mtrain.devices.base import Device
+from mtrain.units import MIB
+from mtrain.world.heartbeat import tick, waiting
+
+PAUSE_S = 0.001
+"""The pause between two looks at the writer."""
+STORE_S = 0.05
+"""The pause between two looks for failures of other ranks."""
+SENT_BYTES = 64 * MIB
+"""Bytes of a device that are copied before the writer hears of them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that one save writes."""
+
+    root: Path
+    step: int
+    contents: tuple[Contents, ...]
+    """The files of this rank."""
+    manifest: dict[str, Any]
+    """The manifest without tensors and files."""
+    run_yaml: str
+    keep: int | None
+    linked: dict[str, Any] | None = None
+    """`path` and `index` of a file of an earlier checkpoint that this one links to."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that this rank copies."""
+        return sum(contents.nbytes for contents in self.contents)
+
+    @property
+    def path(self) -> Path:
+        """Return the folder of the checkpoint."""
+        return self.root / folder.folder_name(self.step)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much memory saves may take, and how long."""
+
+    staging_bytes: int | None
+    """The most bytes that are copied at once; None: as much as is free."""
+    free_bytes: Callable[[], int]
+    """Returns the host memory that this rank may take now."""
+    retries: int
+    timeout_s: float
+
+
+@dataclass
+class _Pending:
+    """A save that is under way."""
+
+    number: int
+    job: Job
+    thread: threading.Thread
+    problem: str = ""
+    written: list[dict[str, Any]] | None = None
+    """The index of this rank's files, once they are on disk."""
+    committed: bool = False
+    stop: bool = False
+    """The thread should end without copying the rest."""
+
+
+class BackgroundSaves:
+    """The saves of one rank, at most one at a time."""
+
+    def __init__(
+        self,
+        ranks: Meeting,
+        device: Device,
+        local_rank: int,
+        limits: Limits,
+        writer: WriterProcess | None = None,
+    ) -> None:
+        """Save with `writer`, which is this object's from here on; None: start one if needed."""
+        self.device = device
+        self.local_rank = local_rank
+        self._ranks = ranks
+        self._limits = limits
+        self._number = 0
+        self._pending: _Pending | None = None
+        self._token = ""
+        """A word of this run's process, the same on every rank, in the names of its drafts."""
+        self._writer = writer
+        self._unpin: Callable[[], None] = lambda: None
+        self._memory: torch.Tensor | None = None
+        self.problem = ""
+        """The reason why the save under way will not be finished, as far as this rank knows."""
+
+    @property
+    def pending(self) -> Job | None:
+        """Return the save under way."""
+        return None if self._pending is None else self._pending.job
+
+    @property
+    def committed(self) -> bool:
+        """Return whether the save under way is committed; only rank 0 knows."""
+        return self._pending is not None and self._pending.committed
+
+    @property
+    def written(self) -> list[dict[str, Any]]:
+        """Return the indices of this rank's files of the save under way; empty: not on disk yet."""
+        return (self._pending and self._pending.written) or []
+
+    def begin(self, job: Job) -> None:
+        """Begin a save, of which none is under way, on every rank.
+
+        When it returns, tensors that may change at any time are copied. The others must not be
+        written to until `secured`.
+        """
+        assert self._pending is None
+        self.problem = ""
+        self._number += 1
+        self._token = self._token or self._agreed_token()
+        stage = _Stage(self, job)
+        thread = threading.Thread(target=stage.run, name="staging", daemon=True)
+        self._pending = stage.pending = _Pending(self._number, job, thread)
+        thread.start()
+
+    def secured(self) -> None:
+        """Wait until everything is copied, or the copying failed: tensors may be written to."""
+        pending = self._pending
+        if pending is None:
+            return
+        with waiting():
+            while pending.thread.is_alive():
+                pending.thread.join(STORE_S)
+                tick()
+                # A full ring waits for the writer: one that ended would never empty it.
+                self.poll()
+                if self.problem:
+                    pending.stop = True
+
+    def poll(self) -> None:
+        """Take note of what the writer did, without waiting."""
+        pending = self._pending
+        if pending is None or self._writer is None or self.problem:
+            return
+        for message in self._writer.messages():
+            self._heed(pending, message)
+        done = pending.written is not None and (self._ranks.rank != 0 or pending.committed)
+        if not done and not self.problem and (how := self._writer.problem()):
+            # It may have said why before it ended.
+            for message in self._writer.messages():
+                self._heed(pending, message)
+            if not self.problem:
+                self.fail(
+                    f"the checkpoint {pending.job.path} is not complete: the writer of rank"
+                    f" {self._ranks.rank} (process {self._writer.pid}) {how}"
+                )
+
+    def finish(self) -> None:
+        """Wait until this rank has done its part of the save under way: rank 0 until the commit.
+
+        It ends early where the save failed; see `problem`.
+        """
+        self.secured()
+        pending = self._pending
+        if pending is None:
+            return
+        asked = 0.0
+        with waiting():
+            while not self.problem:
+                self.poll()
+                if pending.committed or (self._ranks.rank and pending.written is not None):
+                    return
+                now = time.monotonic()
+                if self._ranks.rank == 0 and now - asked > STORE_S:
+                    asked = now
+                    self._hear_others(pending)
+                tick()
+                time.sleep(PAUSE_S)
+
+    def done(self) -> Job:
+        """Forget the save under way, which is committed, and return it."""
+        assert self._pending is not None
+        job = self._pending.job
+        self._forget()
+        return job
+
+    def abort(self) -> None:
+        """Give the save under way up: it will not be committed from here on."""
+        pending = self._pending
+        if pending is not None:
+            pending.stop = True
+        if self._writer is not None:
+            # It may be anywhere in its work, and may not answer.
+            self._end_writer(kill=True)
+        if pending is not None:
+            pending.thread.join()
+            self._forget()
+        self.problem = ""
+
+    def sweep(self, root: Path) -> None:
+        """Remove the draft of a save that was given up; on rank 0, after all ranks gave it up."""
+        with suppress(OSError, Closed):
+            self.started().channel.send({"sweep": str(root)})
+
+    def close(self) -> None:
+        """End the writer; a save under way is given up."""
+        if self._pending is not None:
+            self.abort()
+        elif self._writer is not None:
+            self._end_writer(kill=False)
+
+    def _agreed_token(self) -> str:
+        """Return a word that no earlier process of this run had."""
+        return self._ranks.tell(f"{time.time_ns():x}" if self._ranks.rank == 0 else "")
+
+    def started(self) -> WriterProcess:
+        """Return a writer that is well.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        if self._writer is not None and self._writer.problem():
+            self._end_writer(kill=True)
+        if self._writer is None:
+            self._writer = WriterProcess(self._limits.timeout_s)
+        return self._writer
+
+    def memory_for(self, writer: WriterProcess, nbytes: int) -> torch.Tensor:
+        """Return the memory that is shared with a writer, for a save of `nbytes`: uint8 [n].
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        limit = self._limits.staging_bytes
+        held = writer.memory.capacity
+        if limit is None and held < nbytes:
+            limit = held + self._limits.free_bytes()
+        wanted = staging.capacity_for(nbytes, limit)
+        # Memory that is there already is kept: later saves are of about the same size.
+        if wanted > held:
+            self._unpinned()
+            writer.memory.resize(wanted)
+        if self._memory is None:
+            self._memory = torch.frombuffer(writer.memory.ring, dtype=torch.uint8)
+            self._unpin = self.device.pin(self._memory)
+        writer.memory.begin()
+        return self._memory
+
+    def _unpinned(self) -> None:
+        self._unpin()
+        self._unpin = lambda: None
+        self._memory = None
+
+    def _end_writer(self, *, kill: bool) -> None:
+        assert self._writer is not None
+        self._unpinned()
+        if kill:
+            self._writer.kill()
+        else:
+            self._writer.close()
+        self._writer = None
+
+    def _heed(self, pending: _Pending, message: dict[str, Any]) -> None:
+        if message["number"] != pending.number:
+            return
+        if "failed" in message:
+            self.fail(message["failed"])
+        pending.written = message.get("written", pending.written)
+        pending.committed |= "committed" in message
+
+    def fail(self, text: str) -> None:
+        """Note a failure, for this rank and for rank 0, which may wait for the files."""
+        self.problem = text
+        if self._ranks.rank:
+            with suppress(RuntimeError):  # a store that is gone: the run ends anyway
+                self._ranks.store.set(f"save/{self._number}/failed", text)
+
+    def _hear_others(self, pending: _Pending) -> None:
+        key = f"save/{pending.number}/failed"
+        with suppress(RuntimeError):
+            if self._ranks.store.check([key]):
+                self.problem = self._ranks.store.get(key).decode()
+
+    def _forget(self) -> None:
+        assert self._pending is not None
+        if self._ranks.rank == 0:
+            with suppress(RuntimeError):
+                self._ranks.store.delete_key(f"save/{self._pending.number}/failed")
+        self._pending = None
+
+    def message_of(self, job: Job, writer: WriterProcess) -> dict[str, Any]:
+        """Return the message that begins a save."""
+        capacity = writer.memory.capacity
+        draft = folder.draft_of(job.root, job.step)
+        return {
+            "number": self._number,
+            "rank": self._ranks.rank,
+            "size": self._ranks.size,
+            "draft": str(draft.with_name(f"{draft.name}.{self._token}-{self._number}")),
+            "final": str(job.path),
+            "files": [contents.file.to_json() for contents in job.contents],
+            "linked": job.linked,
+            # only rank 0 writes them
+            "manifest": job.manifest if self._ranks.rank == 0 else None,
+            "run_yaml": job.run_yaml if self._ranks.rank == 0 else "",
+            "keep": job.keep,
+            "capacity": capacity,
+            "whole": job.nbytes <= capacity,
+            "retries": self._limits.retries,
+            "timeout_s": self._limits.timeout_s,
+        }
+
+
+class _Stage:
+    """The thread that copies the tensors of one save."""
+
+    def __init__(self, saves: BackgroundSaves, job: Job) -> None:
+        self.pending: _Pending
+        self._saves = saves
+        self._job = job
+        self._device = saves.device
+        # Work that was issued so far has to be done before the copies begin.
+        self._reached = self._device.event() if self._device.runs_ahead else None
+        self._early = {
+            id(contents): [tensor.to("cpu", copy=True) for tensor in contents.changing]
+            for contents in job.contents
+        }
+        """Copies of the tensors that may change at any time."""
+        self._writer: WriterProcess
+        self._ring: torch.Tensor
+        self._unsent: list[tuple[int, int]] = []
+        """Parts that are being copied."""
+
+    def run(self) -> None:
+        """Copy everything, unless the save is given up meanwhile."""
+        try:
+            self._writer = self._saves.started()
+            self._ring = self._saves.memory_for(self._writer, self._job.nbytes)
+            self._writer.channel.send(self._saves.message_of(self._job, self._writer))
+            with self._stream():
+                for contents in self._job.contents:
+                    for tensor in (*self._early[id(contents)], *contents.still):
+                        self._copy(tensor)
+                self._send()
+        except Closed:
+            pass  # `poll` finds out how the writer ended
+        except Exception as error:
+            self._saves.fail(f"the checkpoint {self._job.path} cannot be copied: {error}")
+
+    def _stream(self) -> Any:
+        """Return the context in which the device copies next to its other work."""
+        if self._reached is None:
+            return nullcontext()
+        self._device.set_index(self._saves.local_rank)
+        stream = self._device.namespace.Stream()
+        stream.wait_event(self._reached)
+        return self._device.namespace.stream(stream)
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        data = flat_bytes(tensor)
+        memory = self._writer.memory
+        for start in range(0, len(data), staging.PART_BYTES):
+            part = data[start : start + staging.PART_BYTES]
+            at = memory.place(len(part))
+            self._await_room(at + len(part))
+            begin = at % memory.capacity
+            self._ring[begin : begin + len(part)].copy_(part, non_blocking=True)
+            self._unsent.append((at, len(part)))
+            if self._reached is None or sum(n for _, n in self._unsent) >= SENT_BYTES:
+                self._send()
+
+    def _await_room(self, end: int) -> None:
+        if self._writer.memory.has_room(end):
+            return
+        self._send()
+        while not self._writer.memory.has_room(end):
+            if self.pending.stop:
+                raise Closed("the save was given up")
+            time.sleep(PAUSE_S)
+
+    def _send(self) -> None:
+        """Tell the writer of the parts that are copied."""
+        if self._reached is not None:
+            self._device.event().synchronize()
+        for at, size in self._unsent:
+            self._writer.channel.send({"part": [at, size]})
+        self._unsent.clear()
+
+
+def free_share(available: Callable[[], int], ranks_here: int) -> Callable[[], int]:
+    """Return a function that returns the part of free host memory that one of the ranks on this
+    machine may take for copies: half of its share.
+    """
+    return lambda: available() // (2 * max(1, ranks_here))

@@ -1,0 +1,281 @@
+"""The process that writes the checkpoints of one rank: `python -m mtrain.ckpt.saving.writer`.
+
+It needs no torch and touches no device. Each rank has one. It writes the rank's files into the
+draft, and leaves an index of them there when they are on disk. The writer of rank 0 makes the
+draft, waits for the indices of all ranks, and commits. So a checkpoint appears as soon as it is
+complete, whatever the ranks do meanwhile; and a rank never waits for a disk.
+
+A writer that fails reports that and handles no further save: its rank ends it. It ends with its
+rank in any case, and leaves a draft that no reader takes for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mtrain import durable, units
+from mtrain.ckpt import folder, index, retention, shard_file
+from mtrain.ckpt.saving import staging
+from mtrain.ckpt.saving.channel import Channel, Closed
+from mtrain.ckpt.saving.staging import Staging
+from mtrain.ckpt.shard_file import Entry, ShardFile
+from mtrain.config.compose.paths import RUN_FILE
+from mtrain.errors import MtrainError
+from mtrain.processes import die_with
+
+NICE = 10
+"""Steps of the run come first; at 19 a writer would hardly get a core that ranks keep busy."""
+SHORTEST_S = 0.002
+LONGEST_S = 0.1
+"""The first and the longest pause between two looks for files of other ranks."""
+RETRY_S = 1.0
+"""The pause before the first further try; each one after it is twice as long."""
+
+
+class Failed(Exception):
+    """A save that cannot be finished, in words."""
+
+
+class Save:
+    """One save, from the message that begins it."""
+
+    def __init__(self, body: dict[str, Any], channel: Channel, memory: Staging) -> None:
+        self.number: int = body["number"]
+        self.rank: int = body["rank"]
+        self.size: int = body["size"]
+        self.draft = Path(body["draft"])
+        self.final = Path(body["final"])
+        self.files = [ShardFile.from_json(one) for one in body["files"]]
+        self.linked: dict[str, Any] | None = body["linked"]
+        self.manifest: dict[str, Any] | None = body["manifest"]
+        self.run_yaml: str = body["run_yaml"]
+        self.keep: int | None = body["keep"]
+        self.retries: int = body["retries"] if body["whole"] else 0
+        self.timeout_s: float = body["timeout_s"]
+        self._channel = channel
+        self._counters = memory.counters
+        self._ring = memory.open(body["capacity"])
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        """Entry, counted over all files -> position and size of each part that has come."""
+        self._counted = 0
+
+    def perform(self) -> None:
+        """Write this rank's files; on rank 0 also commit. Reports each over the channel.
+
+        Raises:
+            Failed: it cannot be finished.
+            Closed: the rank is gone.
+        """
+        try:
+            if self.rank == 0:
+                self._make_draft()
+            else:
+                self._await(lambda: (self.draft / RUN_FILE).exists(), "rank 0 has made no folder")
+            written = self._retried(self._write_files)
+            with self._disk():
+                index.write(self.draft, self.rank, written)
+            self._report(written=written)
+            if self.manifest is not None:
+                self._commit(self.manifest)
+                self._report(committed=True)
+        except OSError as error:
+            raise Failed(self._cannot(error)) from None
+        except MtrainError as error:
+            raise Failed(f"the checkpoint {self.final} cannot be written: {error}") from None
+
+    def _make_draft(self) -> None:
+        with self._disk():
+            root = self.draft.parent
+            root.mkdir(parents=True, exist_ok=True)
+            # Left by saves that failed or were killed: of this run, one is under way at a time.
+            folder.sweep(root)
+            new = self.draft.with_name(f"{self.draft.name}.new")
+            new.mkdir()
+            durable.sync(root.parent)
+            durable.write(new / RUN_FILE, self.run_yaml.encode())
+            # The other writers begin as soon as they see it.
+            new.rename(self.draft)
+
+    def _retried(self, work: Any) -> Any:
+        """Return the result of work, which may fail a few times where the bytes are still there."""
+        pause_s = RETRY_S
+        for _ in range(self.retries):
+            try:
+                return work()
+            except OSError:
+                self._sleep(pause_s)
+                pause_s *= 2
+        return work()
+
+    def _write_files(self) -> list[dict[str, Any]]:
+        self._counted = 0
+        return [
+            shard_file.write(self.draft / file.name, file, self._parts) for file in self.files
+        ] + self._link_known()
+
+    def _link_known(self) -> list[dict[str, Any]]:
+        """Give the file of tensors that no step changes a name in the draft."""
+        if self.linked is None:
+            return []
+        source = Path(self.linked["path"])
+        target = self.draft / source.name
+        with self._disk():
+            target.unlink(missing_ok=True)
+            if not durable.linked(source, target):
+                shutil.copyfile(source, target)
+                durable.sync(target)
+        known: dict[str, Any] = self.linked["index"]
+        return [known]
+
+    def _parts(self, entry: Entry) -> Iterator[memoryview]:
+        """Yield the bytes of the next entry as they come from the rank."""
+        number = self._counted
+        self._counted += 1
+        missing = entry.nbytes
+        known = self._places.setdefault(number, [])
+        for at, size in known:
+            missing -= size
+            yield from self._given(at, size)
+        while missing:
+            at, size = self._next_part()
+            known.append((at, size))
+            missing -= size
+            yield from self._given(at, size)
+            self._counters[staging.FREED] = at + size
+
+    def _given(self, at: int, size: int) -> Iterator[memoryview]:
+        begin = at % len(self._ring)
+        # The caller hashes and writes it before it asks for more.
+        self._enter(staging.ON_DISK)
+        yield self._ring[begin : begin + size]
+        self._counters[staging.WRITTEN] += size
+        self._enter(staging.WORKING)
+
+    def _next_part(self) -> tuple[int, int]:
+        self._enter(staging.FOR_RANK)
+        body = self._channel.receive()
+        assert body is not None
+        self._enter(staging.WORKING)
+        at, size = body["part"]
+        return at, size
+
+    def _commit(self, manifest: dict[str, Any]) -> None:
+        """Wait for the files of all ranks, and give the folder its name."""
+        missing = set(range(self.size))
+
+        def arrived() -> bool:
+            names = set(os.listdir(self.draft))
+            missing.difference_update([r for r in missing if index.index_name(r) in names])
+            return not missing
+
+        self._await(arrived, "", missing)
+        with self._disk():
+            body = manifest | index.merged(self.draft, self.size)
+            folder.commit(self.draft, self.final, body)
+        self._enter(staging.ON_DISK)
+        # Whatever becomes of older checkpoints, this one is committed.
+        with suppress(OSError):
+            retention.prune(self.final.parent, self.keep)
+        self._enter(staging.WORKING)
+
+    def _await(self, arrived: Any, lacking: str, missing: set[int] | None = None) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        pause_s = SHORTEST_S
+        # Many writers look into one folder: the more there are, the more rarely each does.
+        longest_s = LONGEST_S * max(1.0, self.size / 500)
+        while not arrived():
+            if time.monotonic() > deadline:
+                text = lacking or f"{_named(missing or set())} wrote nothing"
+                raise Failed(
+                    f"the checkpoint {self.final} is not complete: {text} within"
+                    f" checkpoint.barrier_timeout_s={self.timeout_s:g} s"
+                )
+            self._sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep, with signs of life."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._counters[staging.TICKS] += 1
+            time.sleep(min(left, LONGEST_S))
+
+    def _enter(self, phase: int) -> None:
+        self._counters[staging.PHASE] = phase
+        self._counters[staging.TICKS] += 1
+
+    def _disk(self) -> _Phase:
+        return _Phase(self)
+
+    def _report(self, **body: Any) -> None:
+        self._channel.send({"number": self.number, **body})
+
+    def _cannot(self, error: OSError) -> str:
+        existing = next(p for p in (self.draft, *self.draft.parents) if os.path.exists(p))
+        free = units.bytes_(shutil.disk_usage(existing).free)
+        return f"the checkpoint {self.final} cannot be written ({free} free): {error}"
+
+
+class _Phase:
+    """A call to the disk, noted for the rank."""
+
+    def __init__(self, save: Save) -> None:
+        self._save = save
+
+    def __enter__(self) -> None:
+        self._save._enter(staging.ON_DISK)
+
+    def __exit__(self, *exception: object) -> None:
+        self._save._enter(staging.WORKING)
+
+
+def _named(ranks: set[int]) -> str:
+    first = ", ".join(map(str, sorted(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first}"
+
+
+def serve(channel: Channel, memory: Staging) -> None:
+    """Handle the saves of a rank until it ends or one fails."""
+    while True:
+        memory.counters[staging.PHASE] = staging.IDLE
+        try:
+            body = channel.receive()
+        except Closed:
+            return
+        assert body is not None
+        memory.counters[staging.PHASE] = staging.WORKING
+        if "sweep" in body:
+            folder.sweep(Path(body["sweep"]))
+            continue
+        try:
+            Save(body, channel, memory).perform()
+        except Closed:
+            return
+        except Failed as error:
+            with suppress(Closed):
+                channel.send({"number": body["number"], "failed": str(error)})
+            return
+
+
+def main(words: list[str]) -> None:
+    """Serve the rank whose process id, socket and memory are named, and end."""
+    parent, end, memory = map(int, words)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the rank decides when to stop
+    die_with(parent)
+    with suppress(OSError):
+        os.nice(NICE)
+    serve(Channel(socket.socket(fileno=end)), Staging(memory))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
