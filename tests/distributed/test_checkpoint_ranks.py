@@ -339,12 +339,14 @@ def test_checkpoint_files_follow_umask(
     tmp_path: Path,
 ) -> None:
     from mtrain.ckpt import store
+    from mtrain.ckpt.contents import Contents
     from mtrain.ckpt.export import export
     from mtrain.ckpt.store import Checkpoint
 
     before = os.umask(0o002)
     try:
-        store._write_shard(tmp_path / "shard.safetensors", [], {"rng": torch.arange(4)})
+        contents = Contents.of("shard.safetensors", [], {"rng": torch.arange(4)})
+        store._written(tmp_path / "shard.safetensors", contents)
         run_ranks(1, lambda: train_steps(tiny_run(), 0, save_to=tmp_path / "saved"))
         checkpoint = tmp_path / "saved/step_00000000"
         export(Checkpoint.open(checkpoint), tmp_path / "whole")

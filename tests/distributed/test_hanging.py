@@ -216,12 +216,12 @@ def test_hanging_slow_healthy_run_reports_nothing(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     def slowly() -> None:
-        from mtrain.ckpt import store
+        from mtrain.ckpt import index
         from mtrain.train.loop import trainer
         from mtrain.world.heartbeat import tick
 
         step = trainer.train_step
-        merge = store._merge
+        merge = index.merged
 
         def slow_step(*args: object, **kwargs: object) -> object:
             time.sleep(limits.soft_s / 5)
@@ -235,7 +235,7 @@ def test_hanging_slow_healthy_run_reports_nothing(
 
         # type: ignore[assignment]
         trainer.train_step = slow_step
-        store._merge = long_merge
+        index.merged = long_merge
 
     words = (
         *limits.words,

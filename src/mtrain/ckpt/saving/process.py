@@ -44,10 +44,7 @@ class WriterProcess:
                 pass_fds=inherited,
                 # a terminal's Ctrl-C reaches the launcher only
                 process_group=0,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                },
+                env={**os.environ, "PYTHONPATH": modules},
             )
         except OSError:
             mine.close()

@@ -273,6 +273,12 @@ def as_written(rate: float) -> float:
     return float(f"{rate:.6g}")
 
 
+def background_saves(run: RunConfig) -> Derived:
+    """Return whether checkpoints are written in the background: while a device computes."""
+    device = run.cluster.device
+    return not facts_of(device).on_host, f"cluster.device {device}"
+
+
 def sample_tokens(run: RunConfig) -> Derived:
     """Return the tokens to generate: some if there is a tokenizer, a rank holds whole sequences,
     and the model continues text.
@@ -456,9 +462,7 @@ STEPS: Mapping[str, Step] = {
     "checkpoint.save_interval": lambda r: steps_between(
         r, "checkpoint.save_minutes", r.checkpoint.save_minutes
     ),
-    "checkpoint.async_save": lambda r: (
-        r.checkpoint.saves and not facts_of(r.cluster.device).on_host
-    ),
+    "checkpoint.async_save": background_saves,
     "optim.warmup_iters": warmup,
     "optim.min_lr": final_rate,
     "kernels.loss_logits_mib": logits_at_once,

@@ -26,8 +26,8 @@ class Checkpoints(Hook):
     """State on disk every `checkpoint.save_interval` steps and `checkpoint.save_minutes`, at the
     end, on a request to stop, and after an error of another hook if every rank can take part.
 
-    With `checkpoint.async_save` a save begins after a step and ends after a later one. At most one is
-    under way: the next one waits for it.
+    With `checkpoint.async_save` a save begins after a step and ends after a later one. At most one
+    is under way: the next one waits for it.
     """
 
     collective = True
