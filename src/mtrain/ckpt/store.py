@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from mtrain import durable, strict_json, units
-from mtrain.ckpt import folder, hashes, shards
+from mtrain.ckpt import folder, hashes, shards, space
 from mtrain.ckpt.meeting import Meeting, alive
 from mtrain.ckpt.pieces import Region, parts
 from mtrain.errors import BadEnvironment, CorruptData, MtrainError, TrainingError
@@ -61,6 +61,11 @@ class Frozen:
     index: dict[str, Any] | None = None
     """Its pieces, and the facts of the file."""
 
+    def to_write(self) -> list[TensorShard]:
+        """Return the tensors that the next checkpoint has to write; none if it links to the file."""
+        written = self.index is not None and self.path is not None and self.path.is_file()
+        return [] if written and durable.has_links() else list(self.shards)
+
 
 def save(
     root: Path,
@@ -85,11 +90,15 @@ def save(
     store, so none of them waits in a collective of the device for a slow disk.
 
     Raises:
-        TrainingError: the disk is full or not writable, on all ranks; nothing that was committed
-            before is touched.
+        TrainingError: the disk has no room for the files of all ranks, found before the first byte
+            is written; or it is not writable. On all ranks; nothing that was committed before is
+            touched.
     """
     final = root / folder.folder_name(step)
     draft = folder.draft_of(root, step)
+    shards = list(shards)
+    own = [*shards, *(frozen.to_write() if frozen is not None else ())]
+    total = ranks.total(space.to_write(own, extra))
 
     def write() -> None:
         written = [_write_shard(draft / folder.shard_name(ranks.rank), shards, extra)]
@@ -106,7 +115,7 @@ def save(
         committed()
 
     # Three meetings: the folder before its files, and all files before the manifest.
-    _together(ranks, draft, lambda: _begin(draft, run_yaml), alone=True)
+    _together(ranks, draft, lambda: _begin(draft, run_yaml, total, ranks.size), alone=True)
     _together(ranks, draft, write)
     _together(ranks, draft, commit, alone=True)
     if frozen is not None:
@@ -114,10 +123,11 @@ def save(
     return final
 
 
-def _begin(draft: Path, run_yaml: str) -> None:
-    # left by a save of this step that was killed
-    shutil.rmtree(draft, ignore_errors=True)
+def _begin(draft: Path, run_yaml: str, nbytes: int, ranks: int) -> None:
+    # Left by saves that were killed: their space is free for this one.
+    folder.sweep(draft.parent)
     draft.mkdir(parents=True)
+    space.require(draft, nbytes, ranks)
     durable.sync(draft.parent.parent)
     durable.write(draft / folder.RUN_FILE, run_yaml.encode())
 
