@@ -28,6 +28,8 @@ NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EM
 REFUSED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """The errors of reading that mean no damage: the machine refuses, and the file may be intact."""
 
+LINKS = "hard links"
+"""The feature that `linked` reports where a file system lacks it."""
 _reported: set[str] = set()
 
 
@@ -78,11 +80,16 @@ def linked(source: Path, target: Path) -> bool:
         if error.errno not in NO_LINKS:
             raise
         report_once(
-            "hard links",
+            LINKS,
             f"{target.parent}: no hard links here ({error.strerror}); files are copied instead",
         )
         return False
     return True
+
+
+def has_links() -> bool:
+    """Return whether `linked` has succeeded wherever it was tried in this process."""
+    return LINKS not in _reported
 
 
 def not_read(path: Path, error: OSError) -> MtrainError:

@@ -115,31 +115,24 @@ def test_checkpoint_one_rank_verifies_saved_files(
 
 
 def test_checkpoint_disk_error_on_one_rank_ends_all_saves(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import store
 
     whole = torch.arange(32.0).view(2, -1)
     places = meetings(4)
 
+    real = store._begin
+
+    def begun_with_a_fault(*words: Any) -> None:
+        real(*words)
+        (tmp_path / ".saving-step_00000001/rank_00002.safetensors").mkdir()
+
     def save(rank: int) -> None:
-        if rank == 2:
-            (tmp_path / ".saving-step_00000001/rank_00002.safetensors").mkdir(parents=True)
         store.save(tmp_path, 1, [flat_shard(rank, 4, whole)], {}, {}, "", places[rank])
 
-    real = store._begin
-    begun = threading.Event()
-    store._begin = lambda *words: (real(*words), begun.set())  # type: ignore[assignment, func-returns-value]
-
-    def with_a_fault(rank: int) -> None:
-        if rank == 2:
-            begun.wait(30)
-        save(rank)
-
-    try:
-        errors = on_ranks(4, with_a_fault)
-    finally:
-        store._begin = real
+    monkeypatch.setattr(store, "_begin", begun_with_a_fault)
+    errors = on_ranks(4, save)
     assert {type(error) for error in errors} == {TrainingError}
     assert {str(error) for error in errors} == {str(errors[2])}
     assert "rank_00002" in str(errors[0])

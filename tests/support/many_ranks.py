@@ -97,6 +97,7 @@ class Turns:
         self.of = [threading.Event() for _ in range(size)]
         self.of[0].set()
         self.told = ""
+        self.amounts = [0] * size
 
 
 @dataclass
@@ -122,6 +123,11 @@ class InTurn:
         self.end()
         self.begin()
         return ""
+
+    def total(self, amount: int) -> int:
+        self.turns.amounts[self.rank] = amount
+        self.barrier()
+        return sum(self.turns.amounts)
 
     def tell(self, text: str) -> str:
         self.turns.told = text if self.rank == 0 else self.turns.told

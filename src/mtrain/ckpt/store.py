@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from mtrain import durable, strict_json, units
-from mtrain.ckpt import folder, hashes, index, shard_file
+from mtrain.ckpt import folder, hashes, index, shard_file, space
 from mtrain.ckpt.contents import IN_TORCH, OWN, Contents, on_host
 from mtrain.ckpt.meeting import Meeting, alive
 from mtrain.ckpt.pieces import Region, parts
@@ -49,8 +49,9 @@ class Frozen:
     """Its pieces, and the facts of the file."""
 
     def known(self) -> dict[str, Any] | None:
-        """Return path and index of the file, if it is still there."""
-        if self.index is None or self.path is None or not self.path.is_file():
+        """Return path and index of the file, if it is still there and can be linked."""
+        there = self.index is not None and self.path is not None and self.path.is_file()
+        if not there or not durable.has_links():
             return None
         return {"path": str(self.path), "index": self.index}
 
@@ -78,15 +79,20 @@ def save(
     store, so none of them waits in a collective of the device for a slow disk.
 
     Raises:
-        TrainingError: the disk is full or not writable, on all ranks; nothing that was committed
-            before is touched.
+        TrainingError: the disk has no room for the files of all ranks, found before the first byte
+            is written; or it is not writable. On all ranks; nothing that was committed before is
+            touched.
     """
     final = root / folder.folder_name(step)
     draft = folder.draft_of(root, step)
+    own = Contents.of(folder.shard_name(ranks.rank), shards, extra)
+    files = [own.file]
+    if frozen is not None and frozen.known() is None:
+        files.append(Contents.of(folder.frozen_name(ranks.rank), frozen.shards).file)
+    total = ranks.total(space.to_write(files))
 
     def write() -> None:
-        name = folder.shard_name(ranks.rank)
-        written = [_written(draft / name, Contents.of(name, shards, extra))]
+        written = [_written(draft / own.file.name, own)]
         if frozen is not None:
             written.append(_keep_frozen(draft, frozen, ranks.rank))
         index.write(draft, ranks.rank, written)
@@ -100,7 +106,7 @@ def save(
         committed()
 
     # Three meetings: the folder before its files, and all files before the manifest.
-    _together(ranks, draft, lambda: _begin(draft, run_yaml), alone=True)
+    _together(ranks, draft, lambda: _begin(draft, run_yaml, total, ranks.size), alone=True)
     _together(ranks, draft, write)
     _together(ranks, draft, commit, alone=True)
     if frozen is not None:
@@ -108,10 +114,11 @@ def save(
     return final
 
 
-def _begin(draft: Path, run_yaml: str) -> None:
-    # left by a save of this step that was killed
-    shutil.rmtree(draft, ignore_errors=True)
+def _begin(draft: Path, run_yaml: str, nbytes: int, ranks: int) -> None:
+    # Left by saves that were killed: their space is free for this one.
+    folder.sweep(draft.parent)
     draft.mkdir(parents=True)
+    space.require(draft, nbytes, ranks)
     durable.sync(draft.parent.parent)
     durable.write(draft / folder.RUN_FILE, run_yaml.encode())
 

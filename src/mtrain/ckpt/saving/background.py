@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from mtrain.ckpt import folder
+from mtrain.ckpt import folder, space
 from mtrain.ckpt.contents import Contents, flat_bytes
 from mtrain.ckpt.meeting import Meeting
 from mtrain.ckpt.saving import staging
@@ -109,6 +109,8 @@ class BackgroundSaves:
         self._ranks = ranks
         self._limits = limits
         self._number = 0
+        self._total = 0
+        """Bytes that all ranks write for the save under way."""
         self._pending: _Pending | None = None
         self._token = ""
         """A word of this run's process, the same on every rank, in the names of its drafts."""
@@ -143,6 +145,7 @@ class BackgroundSaves:
         self.problem = ""
         self._number += 1
         self._token = self._token or self._agreed_token()
+        self._total = self._ranks.total(space.to_write(one.file for one in job.contents))
         stage = _Stage(self, job)
         thread = threading.Thread(target=stage.run, name="staging", daemon=True)
         self._pending = stage.pending = _Pending(self._number, job, thread)
@@ -329,6 +332,7 @@ class BackgroundSaves:
             "manifest": job.manifest if self._ranks.rank == 0 else None,
             "run_yaml": job.run_yaml if self._ranks.rank == 0 else "",
             "keep": job.keep,
+            "total": self._total,
             "capacity": capacity,
             "whole": job.nbytes <= capacity,
             "retries": self._limits.retries,

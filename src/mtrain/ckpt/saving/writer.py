@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import durable, units
-from mtrain.ckpt import folder, index, retention, shard_file
+from mtrain.ckpt import folder, index, retention, shard_file, space
 from mtrain.ckpt.saving import staging
 from mtrain.ckpt.saving.channel import Channel, Closed
 from mtrain.ckpt.saving.staging import Staging
@@ -59,6 +59,7 @@ class Save:
         self.manifest: dict[str, Any] | None = body["manifest"]
         self.run_yaml: str = body["run_yaml"]
         self.keep: int | None = body["keep"]
+        self.total: int = body["total"]
         self.retries: int = body["retries"] if body["whole"] else 0
         self.timeout_s: float = body["timeout_s"]
         self._channel = channel
@@ -100,6 +101,7 @@ class Save:
             folder.sweep(root)
             new = self.draft.with_name(f"{self.draft.name}.new")
             new.mkdir()
+            space.require(root, self.total, self.size)
             durable.sync(root.parent)
             durable.write(new / RUN_FILE, self.run_yaml.encode())
             # The other writers begin as soon as they see it.

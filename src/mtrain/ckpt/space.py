@@ -1,0 +1,48 @@
+"""Free space of a disk, compared with the bytes of a checkpoint before the first one is written.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from mtrain import units
+from mtrain.ckpt.hashes import room_for
+from mtrain.ckpt.shard_file import ShardFile
+
+PIECE_BYTES = 2048
+"""Room for the facts of a piece: in the header of its file, the index of its rank and the manifest.
+"""
+RANK_BYTES = 32 << 10
+"""Room of a rank for what has no tensor: ends of blocks of its files, and on rank 0 `run.yaml` and
+the trainer's state.
+"""
+
+
+def to_write(files: Iterable[ShardFile]) -> int:
+    """Return the bytes of a rank's files, with their hashes and names; a little more than the files
+    will have.
+    """
+    entries = [entry for file in files for entry in file.entries]
+    hashed = sum(len(room_for(entry.nbytes)) for entry in entries)
+    return sum(entry.nbytes for entry in entries) + hashed + PIECE_BYTES * len(entries) + RANK_BYTES
+
+
+def require(root: Path, nbytes: int, ranks: int) -> None:
+    """Compare the bytes that all ranks on a file system are about to write with its free ones.
+
+    A file system that does not report its size, as some in user space, has room.
+
+    Raises:
+        OSError: there are fewer; the message has both numbers.
+    """
+    disk = shutil.disk_usage(root)
+    if disk.total and disk.free < nbytes:
+        more = units.bytes_(nbytes - disk.free)
+        raise OSError(
+            f"{units.number_of(ranks, 'rank')} would write {units.bytes_(nbytes)}. Free {more} more"
+            " there, or keep fewer checkpoints (checkpoint.keep)"
+        )
