@@ -83,8 +83,7 @@ class _Pending:
 
     number: int
     job: Job
-    thread: threading.Thread
-    problem: str = ""
+    thread: threading.Thread | None
     written: list[dict[str, Any]] | None = None
     """The index of this rank's files, once they are on disk."""
     committed: bool = False
@@ -146,7 +145,14 @@ class BackgroundSaves:
         self._number += 1
         self._token = self._token or self._agreed_token()
         self._total = self._ranks.total(space.to_write(one.file for one in job.contents))
-        stage = _Stage(self, job)
+        try:
+            # By this thread: a process that another one started would end with that.
+            writer = self._started()
+        except OSError as error:
+            self._pending = _Pending(self._number, job, None)
+            self.fail(f"the checkpoint {job.path}: no process can be started to write it: {error}")
+            return
+        stage = _Stage(self, job, writer)
         thread = threading.Thread(target=stage.run, name="staging", daemon=True)
         self._pending = stage.pending = _Pending(self._number, job, thread)
         thread.start()
@@ -154,7 +160,7 @@ class BackgroundSaves:
     def secured(self) -> None:
         """Wait until everything is copied, or the copying failed: tensors may be written to."""
         pending = self._pending
-        if pending is None:
+        if pending is None or pending.thread is None:
             return
         with waiting():
             while pending.thread.is_alive():
@@ -221,14 +227,15 @@ class BackgroundSaves:
             # It may be anywhere in its work, and may not answer.
             self._end_writer(kill=True)
         if pending is not None:
-            pending.thread.join()
+            if pending.thread is not None:
+                pending.thread.join()
             self._forget()
         self.problem = ""
 
     def sweep(self, root: Path) -> None:
         """Remove the draft of a save that was given up; on rank 0, after all ranks gave it up."""
         with suppress(OSError, Closed):
-            self.started().channel.send({"sweep": str(root)})
+            self._started().channel.send({"sweep": str(root)})
 
     def close(self) -> None:
         """End the writer; a save under way is given up."""
@@ -241,12 +248,8 @@ class BackgroundSaves:
         """Return a word that no earlier process of this run had."""
         return self._ranks.tell(f"{time.time_ns():x}" if self._ranks.rank == 0 else "")
 
-    def started(self) -> WriterProcess:
-        """Return a writer that is well.
-
-        Raises:
-            OSError: no process can be started.
-        """
+    def _started(self) -> WriterProcess:
+        """Return a writer that is well."""
         if self._writer is not None and self._writer.problem():
             self._end_writer(kill=True)
         if self._writer is None:
@@ -343,10 +346,11 @@ class BackgroundSaves:
 class _Stage:
     """The thread that copies the tensors of one save."""
 
-    def __init__(self, saves: BackgroundSaves, job: Job) -> None:
+    def __init__(self, saves: BackgroundSaves, job: Job, writer: WriterProcess) -> None:
         self.pending: _Pending
         self._saves = saves
         self._job = job
+        self._writer = writer
         self._device = saves.device
         # Work that was issued so far has to be done before the copies begin.
         self._reached = self._device.event() if self._device.runs_ahead else None
@@ -355,7 +359,6 @@ class _Stage:
             for contents in job.contents
         }
         """Copies of the tensors that may change at any time."""
-        self._writer: WriterProcess
         self._ring: torch.Tensor
         self._unsent: list[tuple[int, int]] = []
         """Parts that are being copied."""
@@ -363,7 +366,6 @@ class _Stage:
     def run(self) -> None:
         """Copy everything, unless the save is given up meanwhile."""
         try:
-            self._writer = self._saves.started()
             self._ring = self._saves.memory_for(self._writer, self._job.nbytes)
             self._writer.channel.send(self._saves.message_of(self._job, self._writer))
             with self._stream():

@@ -78,7 +78,7 @@ class Save:
         """
         try:
             if self.rank == 0:
-                self._make_draft()
+                self._retried(self._make_draft)
             else:
                 self._await(lambda: (self.draft / RUN_FILE).exists(), "rank 0 has made no folder")
             written = self._retried(self._write_files)
@@ -114,6 +114,9 @@ class Save:
             try:
                 return work()
             except OSError:
+                # After the commit there is nothing left to try again.
+                if self.final.exists() and not self.draft.exists():
+                    raise
                 self._sleep(pause_s)
                 pause_s *= 2
         return work()
@@ -182,12 +185,16 @@ class Save:
         self._await(arrived, "", missing)
         with self._disk():
             body = manifest | index.merged(self.draft, self.size)
-            folder.commit(self.draft, self.final, body)
+        self._retried(lambda: self._name(body))
         self._enter(staging.ON_DISK)
         # Whatever becomes of older checkpoints, this one is committed.
         with suppress(OSError):
             retention.prune(self.final.parent, self.keep)
         self._enter(staging.WORKING)
+
+    def _name(self, body: dict[str, Any]) -> None:
+        with self._disk():
+            folder.commit(self.draft, self.final, body)
 
     def _await(self, arrived: Any, lacking: str, missing: set[int] | None = None) -> None:
         deadline = time.monotonic() + self.timeout_s

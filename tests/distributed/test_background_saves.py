@@ -1,0 +1,203 @@
+"""Checkpoints that a process of each rank writes while training goes on: the same bytes, and no
+fault of the writer that goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import filecmp
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtrain.config.schema.run import RunConfig
+from tests.support import faulty_writer
+from tests.support.devices import stand_in
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run
+
+STEPS = 6
+EXPERTS = {"moe": {"num_experts": 4, "ffn_hidden_size": 64}}
+BIASED = {
+    "moe": {
+        **EXPERTS["moe"],
+        "router_score_function": "sigmoid",
+        "router_enable_expert_bias": True,
+        "router_bias_update_rate": 1e-2,
+        "router_load_balancing_type": "none",
+    }
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tp2dp2 overlapped": {
+        "ranks": 4,
+        "tp": 2,
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "expert bias": {"ranks": 2, "ep": 2, "model": BIASED},
+    "low precision": {
+        "ranks": 2,
+        "dtype": "bf16",
+        "distributed_optimizer": True,
+        "optim": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+    },
+    "fsdp2": {"ranks": 2, "fsdp": "fsdp2"},
+}
+
+
+def of(layout: dict[str, Any], **checkpoint: Any) -> RunConfig:
+    """Return a run that saves every second step."""
+    run = tiny_run(**layout, trainer={"train_iters": STEPS})
+    section = {"save_interval": 2, "keep": None, "barrier_timeout_s": 60.0, **checkpoint}
+    return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update=section)})
+
+
+def fit(
+    run: RunConfig,
+    root: Path,
+    before: Callable[[], None] | None = None,
+    device: Any = None,
+) -> tuple[list[tuple[float, float]], list[str], str]:
+    """Train with the hook that saves; return losses and norms, notes, and the error."""
+    from mtrain.errors import MtrainError
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.hooks.base import Hook
+    from mtrain.train.hooks.checkpoints import Checkpoints
+    from mtrain.train.loop.trainer import Trainer
+    from mtrain.world.init import joined
+
+    if before is not None:
+        before()
+    numbers: list[tuple[float, float]] = []
+    notes: list[str] = []
+
+    class Listens(Hook):
+        def after_step(self, context: Any, result: Any) -> None:
+            numbers.append((result.loss, result.grad_norm))
+
+        def saved(self, context: Any, path: Path) -> None:
+            notes.append(f"{context.state.step}: {path.name}")
+
+    quiet: Any = SimpleNamespace(note=notes.append)
+    with joined(run) as world:
+        if device is not None:
+            world = dataclasses.replace(world, device=device)
+        context = assemble(run, world, splits_of(run))
+        try:
+            Trainer(context, [Listens(), Checkpoints(root, quiet, {})]).fit()
+        except MtrainError as error:
+            return numbers, notes, f"{type(error).__name__}: {error}"
+    return numbers, notes, ""
+
+
+def small_memory() -> None:
+    """Let copies take far less memory than the state has."""
+    from mtrain.ckpt.saving import staging
+
+    staging.PART_BYTES = 1 << 14
+    staging.capacity_for = lambda nbytes, limit: 1 << 16  # type: ignore[assignment]
+
+
+def files_of(root: Path) -> dict[str, list[str]]:
+    """Return the names of everything in a folder of checkpoints."""
+    return {path.name: sorted(os.listdir(path)) for path in sorted(root.iterdir())}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_background_save_equals_save_that_waits(name: str, tmp_path: Path) -> None:
+    kinds: dict[str, tuple[bool, Any, Any]] = {
+        "waits": (False, None, None),
+        "goes on": (True, None, None),
+        "in parts": (True, small_memory, None),
+        "device": (True, None, stand_in(Counter())),
+    }
+    roots = {kind: tmp_path / kind for kind in kinds}
+    numbers = {}
+    for kind, (goes_on, before, device) in kinds.items():
+        roots[kind].mkdir()
+        run = of(LAYOUTS[name], async_save=goes_on)
+        ranks = run_ranks(run.parallel.ranks, fit, run, roots[kind], before, device)
+        assert not any(error for _, _, error in ranks), ranks
+        # A device that works behind the host adds up the norm of the gradient in another order.
+        parts = slice(1) if device is not None else slice(2)
+        numbers[kind] = [[step[parts] for step in found] for found, _, _ in ranks]
+        expected = [[step[parts] for step in found] for found in numbers["waits"]]
+        assert numbers[kind] == expected
+    files = files_of(roots["waits"])
+    assert [*files] == ["step_00000002", "step_00000004", "step_00000006"]
+    for kind in list(kinds)[1:]:
+        assert files_of(roots[kind]) == files
+        for step, names in files.items():
+            pairs = (roots["waits"] / step, roots[kind] / step)
+            same = [n for n in names if n not in ("manifest.json", "run.yaml")]
+            assert filecmp.cmpfiles(*pairs, same, shallow=False) == (same, [], [])
+
+
+def test_background_save_is_announced_on_all_ranks_at_once(tmp_path: Path) -> None:
+    run = of({"ranks": 2}, async_save=True, save_interval=4)
+    notes = [notes for _, notes, _ in run_ranks(2, fit, run, tmp_path)]
+    announced = [[note for note in found if "step_" in note and "/" not in note] for found in notes]
+    assert announced[0] == announced[1]
+    assert [note.partition(": ")[2] for note in announced[0]] == ["step_00000004", "step_00000006"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "at", "words"),
+    [
+        pytest.param("kill", 9, "ended with SIGKILL", id="killed"),
+        pytest.param("stop", 9, "was stopped by SIGSTOP", id="stopped"),
+        pytest.param("error", 9, "No space left on device", id="disk full"),
+    ],
+)
+def test_background_save_fault_names_the_writer(
+    fault: str, at: int, words: str, tmp_path: Path
+) -> None:
+    run = of({"ranks": 2}, async_save=True)
+    begun = time.monotonic()
+
+    def broken() -> None:
+        faulty_writer.use(fault, at, 1, errno=errno.ENOSPC)
+
+    ranks = run_ranks(2, fit, run, tmp_path, broken)
+    assert time.monotonic() - begun < 30
+    for _, _, error in ranks:
+        assert error.startswith("TrainingError: the checkpoint ")
+        assert words in error
+        assert "step_00000002" in error
+    assert files_of(tmp_path) == {}
+
+
+def test_background_save_failure_may_be_survived(tmp_path: Path) -> None:
+    run = of({"ranks": 2}, async_save=True, on_failure="continue")
+
+    def broken() -> None:
+        faulty_writer.use("kill", 9, 1)
+
+    for numbers, _, error in run_ranks(2, fit, run, tmp_path, broken):
+        # The writer that follows fails at the same call, and the last save has no later one.
+        assert len(numbers) == STEPS
+        assert "step_00000006 is not complete: the writer of rank 1" in error
+    assert files_of(tmp_path) == {}
+
+
+def test_background_save_retry_writes_the_same(tmp_path: Path) -> None:
+    run = of({"ranks": 1}, async_save=True, retries=1, save_interval=STEPS)
+
+    def broken() -> None:
+        faulty_writer.use("error", 7, 0, errno=errno.EIO)
+
+    (found,) = run_ranks(1, fit, run, tmp_path / "retried", broken)
+    assert found[2] == ""
+    run_ranks(1, fit, of({"ranks": 1}, async_save=False, save_interval=STEPS), tmp_path / "plain")
+    name = "step_00000006/rank_00000.safetensors"
+    assert filecmp.cmp(tmp_path / "retried" / name, tmp_path / "plain" / name, shallow=False)

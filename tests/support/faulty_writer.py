@@ -1,0 +1,87 @@
+"""The process that writes checkpoints in the background, with a fault at a chosen point.
+
+The points are its calls to the system: opening, writing, syncing, linking, renaming and removing
+files. They are counted, so a fault is at the same place whatever the machine's speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mtrain.ckpt.saving import process, writer
+
+VARIABLE = "FAULTY_WRITER"
+CALLS = ("open", "pwrite", "fsync", "link", "rename", "mkdir", "unlink", "rmdir", "listdir")
+
+
+def use(fault: str, at: int, rank: int, *, errno: int = 0, victim: str = "writer") -> None:
+    """Make the writer of `rank` fail at its `at`-th call, for writers that this process starts.
+
+    `fault` is `kill`, `stop`, `sleep` or `error`, which fails with `errno`. `count` only writes the
+    number of calls to standard error. `victim` is the process that a signal goes to: `writer` or
+    `rank`.
+    """
+    process.MODULE = __name__
+    body = {"fault": fault, "at": at, "rank": rank, "errno": errno, "victim": victim}
+    os.environ[VARIABLE] = json.dumps(body)
+
+
+class Points:
+    """The calls that were made, and the fault at one of them."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+        self.count = 0
+
+    def reach(self, name: str) -> None:
+        """Note a call, and fail if it is its turn."""
+        self.count += 1
+        if self.count != self.body["at"]:
+            return
+        fault = self.body["fault"]
+        if fault == "error":
+            raise OSError(self.body["errno"], os.strerror(self.body["errno"]))
+        if fault == "sleep":
+            time.sleep(3600)
+        number = signal.SIGSTOP if fault == "stop" else signal.SIGKILL
+        os.kill(os.getppid() if self.body["victim"] == "rank" else os.getpid(), number)
+        if self.body["victim"] == "rank":
+            time.sleep(60)  # the kernel ends this process with its rank
+
+
+def main(words: list[str]) -> None:
+    """Serve the rank that the fault is for with the fault, and others without."""
+    body = json.loads(os.environ.get(VARIABLE, "null"))
+    points = Points(body or {"at": 0})
+    real = writer.Save.__init__
+
+    def begun(save: writer.Save, message: dict[str, Any], *more: Any) -> None:
+        real(save, message, *more)
+        if body is not None and message["rank"] == body["rank"] and not points.count:
+            for name in CALLS:
+                setattr(os, name, _counted(points, name))
+
+    writer.Save.__init__ = begun  # type: ignore[method-assign]
+    writer.main(words)
+    if body is not None and body["fault"] == "count" and points.count:
+        print(f"calls of the writer: {points.count}", file=sys.stderr)
+
+
+def _counted(points: Points, name: str) -> Callable[..., Any]:
+    call = getattr(os, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        points.reach(name)
+        return call(*args, **kwargs)
+
+    return counted
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
