@@ -145,6 +145,7 @@ def test_checkpoint_rank_hashes_only_its_reads_once(tmp_path: Path) -> None:
         hashed = []
         real_read = hashes.Shard.read
         real_hash = hashes.hash_bytes
+        real_block = hashes.hash_block
         real_file = hashes.hash_file
         hashes.Shard.read = lambda shard, name, start, stop: (  # type: ignore[method-assign]
             read.append((shard.path.name, name)),
@@ -153,6 +154,10 @@ def test_checkpoint_rank_hashes_only_its_reads_once(tmp_path: Path) -> None:
         hashes.hash_bytes = lambda data: (hashed.append(memoryview(data).nbytes), real_hash(data))[
             1
         ]
+        hashes.hash_block = lambda data, algorithm: (
+            hashed.append(memoryview(data).nbytes),
+            real_block(data, algorithm),
+        )[1]
         hashes.hash_file = lambda path: (hashed.append(path.stat().st_size), real_file(path))[1]
         with joined(run) as world:
             parts = assemble(run, world, splits_of(run))
@@ -238,6 +243,47 @@ def test_checkpoint_second_format_is_read_and_verified(saved: Path, checkpoint: 
     path.write_bytes(bytes(content))
     with pytest.raises(CorruptData, match=path.name):
         Checkpoint.open(checkpoint)
+
+
+HEADER_OF_FORMAT_3 = (
+    r'{"__metadata__":{"sha256_of_blocks":"{\"block_bytes\": 262144, \"entries\": {\"model/w@0\": '
+    r"\"8a39d2abd3999ab73c34db2476849cddf303ce389b35826850f9a700589b4a90bb69c13592b60b52ac3e7fdf1af"
+    r"af808d941b727bc7b5b6c34c57720feb0e45b\", \"rank/rng/torch\": \"054edec1d0211f624fed0cbca9d4f9"
+    r'400b0e491c43742af2c5b0abebf0c990d8\"}}"},"model/w@0":{"dtype":"F32","shape":[70000],"data_of'
+    r'fsets":[0,280000]},"rank/rng/torch":{"dtype":"U8","shape":[4],"data_offsets":[280000,280004]'
+    r"}}"
+)
+MANIFEST_OF_FORMAT_3 = (
+    '{"format":3,"step":7,"ranks":1,"state":{"weights_only":true},"tensors":{"model/w":{"shape":[7'
+    '0000],"dtype":"float32","pieces":[{"file":"rank_00000.safetensors","entry":"model/w@0","offset'
+    '":[0],"shape":[70000],"flat":null}]}},"files":{"rank_00000.safetensors":{"bytes":280476,"heade'
+    'r_sha256":"dffcf7ac1210f56cd9be150d6fe8f796563c8cf16164169959e82109f22bb7cc"},"run.yaml":{"byt'
+    'es":5,"sha256":"37b128c59f1f5097f73f82691cb519f1f568667faab5ced1b4ab979d36837eae"}},"sha256":"'
+    '7e2d3591b010f927146a2df7597198302f1ce0b89b521f3c8b2078bfbc280570"}'
+)
+"""A checkpoint of zeros and of a generator's bytes 0 to 3, as the last release of format 3 wrote
+it.
+"""
+
+
+def test_checkpoint_third_format_is_read_and_verified(tmp_path: Path) -> None:
+    from mtrain.ckpt.store import Checkpoint
+
+    path = tmp_path / "step_00000007"
+    path.mkdir()
+    header = HEADER_OF_FORMAT_3.encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(280000) + bytes(range(4))
+    (path / "rank_00000.safetensors").write_bytes(data)
+    (path / "manifest.json").write_text(MANIFEST_OF_FORMAT_3)
+    (path / "run.yaml").write_text("a: 1\n")
+    opened = Checkpoint.open(path)
+    assert torch.equal(opened.whole("model/w"), torch.zeros(70_000))
+    assert opened.rank_tensors(0)["rng/torch"].tolist() == [0, 1, 2, 3]
+    # a bit of the second block of the first entry
+    (path / "rank_00000.safetensors").write_bytes(data[:-100] + b"\1" + data[-99:])
+    damaged = Checkpoint.open(path, verify=False)
+    with pytest.raises(CorruptData, match=r"rank_00000.* the sha256 of model/w@0 differs"):
+        damaged.whole("model/w")
 
 
 def test_checkpoint_first_format_is_read_and_verified(

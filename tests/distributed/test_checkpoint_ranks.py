@@ -228,14 +228,17 @@ def test_checkpoint_rank_reads_its_share_for_any_dp(
     whole = torch.randn(61, 1000)
     path = saved_by(8, tmp_path, whole)
     headers = sum(file.stat().st_size for file in path.glob("rank_*")) - whole.nbytes
-    real = hashes.hash_bytes
     hashed: list[int] = []
 
-    def noted(data: Any) -> str:
-        hashed.append(memoryview(data).nbytes)
-        return real(data)
+    def noting(real: Any) -> Any:
+        def noted(data: Any, *more: Any) -> str:
+            hashed.append(memoryview(data).nbytes)
+            return str(real(data, *more))
 
-    monkeypatch.setattr(hashes, "hash_bytes", noted)
+        return noted
+
+    for name in ("hash_bytes", "hash_block"):
+        monkeypatch.setattr(hashes, name, noting(getattr(hashes, name)))
     for rank in range(readers):
         hashed.clear()
         hashes._sound.clear()  # what is read is hashed

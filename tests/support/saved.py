@@ -94,8 +94,8 @@ def sign(checkpoint: Path, manifest: dict[str, Any]) -> None:
 @cache
 def _hash_of_zeros(nbytes: int) -> str:
     whole, rest = divmod(nbytes, hashes.BLOCK_BYTES)
-    tail = hashes.hash_bytes(bytes(rest)) if rest or not whole else ""
-    return hashes.hash_bytes(bytes(hashes.BLOCK_BYTES)) * whole + tail
+    tail = hashes.hash_blocks(bytes(rest)) if rest or not whole else ""
+    return hashes.hash_blocks(bytes(hashes.BLOCK_BYTES)) * whole + tail
 
 
 def _write_holes(path: Path, name: str, tensors: dict[str, Any]) -> None:

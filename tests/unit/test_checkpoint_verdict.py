@@ -239,7 +239,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         "its own hash",
     ),
-    "a newer format": (_edited(lambda m: m.update(format=99)), "format 1, 2, 3, but of 99"),
+    "a newer format": (_edited(lambda m: m.update(format=99)), "format 1, 2, 3, 4, but of 99"),
     "no tensors": (_edited(lambda m: m.pop("tensors")), "lacks tensors"),
     "a tensor of text": (
         _edited(lambda m: m["tensors"].update(x="text")),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtrain.ckpt import hashes
 from mtrain.ckpt.shard_file import Entry, ShardFile
 from mtrain.mcore.state.sharding import TensorShard
 
@@ -47,9 +48,10 @@ class Contents:
         name: str,
         shards: Iterable[TensorShard],
         extra: Mapping[str, torch.Tensor] | None = None,
+        algorithm: hashes.Algorithm = hashes.XXH3,
     ) -> Contents:
         """Describe the file `name` with this rank's primary shards, and `extra` tensors that only
-        this rank has.
+        this rank has; `algorithm` hashes its blocks.
         """
         own = [shard for shard in shards if shard.primary]
         own.sort(key=_is_still)
@@ -76,7 +78,7 @@ class Contents:
                 }
             )
         first = len(tensors) - sum(map(_is_still, own))
-        file = ShardFile(name, tuple(entries), tuple(pieces))
+        file = ShardFile(name, tuple(entries), tuple(pieces), algorithm)
         return cls(file, tuple(tensors[:first]), tuple(tensors[first:]))
 
     @property

@@ -2,10 +2,18 @@
 
 Needs no torch.
 
-A shard is a safetensors file. Its header holds the sha256 of every block of every entry, and the
+A shard is a safetensors file. Its header holds a hash of every block of every entry, and the
 manifest holds the sha256 of the header. A reader of a part of an entry hashes the header and the
 blocks of that part, and no byte of the file is left uncovered. In files of format 2, and wherever a
 header does not say how long blocks are, an entry is one block.
+
+Since format 4 the hash of a block is xxh3_128, or sha256 if `checkpoint.hash` is; before, it was
+sha256. xxh3 is many times faster and not cryptographic. It finds damage: one in 2^128 of the
+blocks that a disk, a cable or a copy could make instead has the same hash. It does not keep out
+somebody who forges a block with a given hash. The levels above are sha256: the manifest has that
+of each header, and of itself, which is the identity of a checkpoint. So nobody can exchange a
+header, and with it the hashes of blocks, without changing that identity. Where bytes come from
+a place that others write to, `checkpoint.hash=sha256` extends this to every block.
 """
 
 from __future__ import annotations
@@ -20,6 +28,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from mtrain.ckpt.reading import read_at
 from mtrain.durable import not_read
 from mtrain.errors import CorruptData
@@ -33,15 +43,31 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 1 << 30
 ENTRY_HASHES = "sha256"
 """The key of the header's metadata in format 2: JSON of entry -> hex sha256 of all its bytes."""
-BLOCK_HASHES = "sha256_of_blocks"
-"""The key since format 3: JSON of `block_bytes` and `entries`, entry -> hex sha256 of its blocks
-behind each other.
+SHA256_DIGITS = 64
 
-`whole`, entry -> hex sha256 of all its bytes, is there where the writer knew it: an export need not
-hash again then. It is the only key: safetensors writes several in any order, and the same state
-must make the same bytes.
-"""
-HEX = 64
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A hash of blocks."""
+
+    name: str
+    """Value of `checkpoint.hash`."""
+    key: str
+    """The key of the header's metadata: JSON of `block_bytes` and `entries`, entry -> hex hashes of
+    its blocks, concatenated.
+
+    `whole`, entry -> hex sha256 of all its bytes, is there where the writer knew it: an export need
+    not hash again then. It is the only key: safetensors writes several in any order, and the same
+    state must make the same bytes.
+    """
+    digits: int
+    """Hex digits of one hash."""
+
+
+SHA256 = Algorithm("sha256", "sha256_of_blocks", SHA256_DIGITS)
+"""The algorithm of format 3."""
+XXH3 = Algorithm("xxh3", "xxh3_128_of_blocks", 32)
+ALGORITHMS = {algorithm.name: algorithm for algorithm in (XXH3, SHA256)}
 MOST_OPEN = 4096
 """Files at a time where the system has no limit; else half of what it allows."""
 WIDTHS = {
@@ -79,17 +105,25 @@ class Entry:
     """The offset of its bytes in the file."""
     nbytes: int
     hashes: str
-    """Hex sha256 of its blocks behind each other; empty in files that were written before there
-    were any.
+    """Hex hashes of its blocks, concatenated; empty in files that were written before there were
+    any.
     """
     block_bytes: int
     whole: str = ""
-    """Hex sha256 of all its bytes, where the writer knew it and there are several blocks."""
+    """Hex sha256 of all its bytes, where the writer knew it."""
+    algorithm: Algorithm = SHA256
+    """The hash of its blocks."""
 
     @property
     def sha256(self) -> str:
         """Return hex sha256 of all its bytes; empty where the header does not say it."""
-        return self.hashes if len(self.hashes) == HEX else self.whole
+        one_block = self.algorithm is SHA256 and len(self.hashes) == SHA256_DIGITS
+        return self.hashes if one_block else self.whole
+
+    def hash_of(self, block: int) -> str:
+        """Return the hash that a block was written with."""
+        digits = self.algorithm.digits
+        return self.hashes[block * digits : (block + 1) * digits]
 
     def blocks(self, start: int, stop: int) -> range:
         """Return numbers of the blocks that bytes [start, stop) lie in."""
@@ -134,9 +168,10 @@ def hash_bytes(data: Any) -> str:
 class BlockHasher:
     """The hashes of an entry's blocks, from bytes that come in parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, algorithm: Algorithm = XXH3) -> None:
+        self._algorithm = algorithm
         self._done: list[str] = []
-        self._block = hashlib.sha256()
+        self._block = _begun(algorithm)
         self._held = 0
         """Bytes of the block that is not full yet."""
 
@@ -152,42 +187,57 @@ class BlockHasher:
                 self._finish()
 
     def hexdigest(self) -> str:
-        """Return the hex hash of every block behind each other; no bytes are one empty block."""
+        """Return the hex hash of every block, concatenated; no bytes are one empty block."""
         if self._held or not self._done:
             self._finish()
         return "".join(self._done)
 
     def _finish(self) -> None:
         self._done.append(self._block.hexdigest())
-        self._block = hashlib.sha256()
+        self._block = _begun(self._algorithm)
         self._held = 0
         tick()
 
 
-def hash_blocks(data: Any) -> str:
-    """Return the hex hash of every block of an entry's bytes, behind each other; no bytes count as
-    one empty block.
+def _begun(algorithm: Algorithm) -> Any:
+    """Return a hash of no bytes yet."""
+    return hashlib.sha256() if algorithm is SHA256 else xxhash.xxh3_128()
+
+
+def hash_blocks(data: Any, algorithm: Algorithm = XXH3) -> str:
+    """Return the hex hash of every block of an entry's bytes, concatenated; no bytes count as one
+    empty block.
     """
-    blocks = BlockHasher()
+    blocks = BlockHasher(algorithm)
     blocks.add(data)
     return blocks.hexdigest()
 
 
-def room_for(nbytes: int) -> str:
+def hash_block(data: Any, algorithm: Algorithm) -> str:
+    """Return the hex hash of a block."""
+    if algorithm is SHA256:
+        return hash_bytes(data)
+    tick()
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def room_for(nbytes: int, algorithm: Algorithm = XXH3) -> str:
     """Return a text as long as the hashes of an entry that has at most `nbytes`."""
-    return "0" * HEX * max(1, -(-nbytes // BLOCK_BYTES))
+    return "0" * algorithm.digits * max(1, -(-nbytes // BLOCK_BYTES))
 
 
 def metadata_of(
-    hashed: Mapping[str, str], whole: Mapping[str, str] | None = None
+    hashed: Mapping[str, str],
+    whole: Mapping[str, str] | None = None,
+    algorithm: Algorithm = XXH3,
 ) -> dict[str, str]:
-    """Return the metadata of a shard: the hashes that `hash_blocks` made, and those of `whole`
+    """Return the metadata of a shard: the hashes that `hash_blocks` made, and the sha256 of `whole`
     entries if known.
     """
     body: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "entries": dict(hashed)}
     if whole:
         body["whole"] = dict(whole)
-    return {BLOCK_HASHES: json.dumps(body, sort_keys=True, allow_nan=False)}
+    return {algorithm.key: json.dumps(body, sort_keys=True, allow_nan=False)}
 
 
 def hash_file(path: Path) -> str:
@@ -327,8 +377,10 @@ class Shard:
         return self._status.st_size
 
     def _compare(self, name: str, entry: Entry, block: int, data: memoryview) -> None:
-        if hash_bytes(data) != entry.hashes[block * HEX : (block + 1) * HEX]:
-            raise CorruptData(f"{self.path} is not what was written: the sha256 of {name} differs")
+        if hash_block(data, entry.algorithm) != entry.hash_of(block):
+            raise CorruptData(
+                f"{self.path} is not what was written: the {entry.algorithm.name} of {name} differs"
+            )
 
     def _open(self) -> os.stat_result:
         try:
@@ -436,13 +488,19 @@ def _read_header(path: Path, file: int, size: int) -> Header:
     try:
         body = json.loads(text)
         metadata = body.pop("__metadata__", {})
-        blocks = json.loads(metadata.get(BLOCK_HASHES, "{}"))
+        algorithm = next((a for a in ALGORITHMS.values() if a.key in metadata), SHA256)
+        blocks = json.loads(metadata.get(algorithm.key, "{}"))
         hashes = blocks["entries"] if blocks else json.loads(metadata.get(ENTRY_HASHES, "{}"))
         block_bytes = max(0, int(blocks.get("block_bytes", 0)))
         whole = blocks.get("whole", {})
         entries = {
             name: _entry(
-                e, data_at, str(hashes.get(name, "")), block_bytes, str(whole.get(name, ""))
+                e,
+                data_at,
+                str(hashes.get(name, "")),
+                block_bytes,
+                str(whole.get(name, "")),
+                algorithm,
             )
             for name, e in body.items()
         }
@@ -451,8 +509,8 @@ def _read_header(path: Path, file: int, size: int) -> Header:
             f"{path} is not what was written: its header cannot be read ({error})"
         ) from None
     for name, entry in entries.items():
-        needed = len(entry.blocks(0, entry.nbytes)) or 1
-        if entry.at + entry.nbytes > size or (entry.hashes and len(entry.hashes) != HEX * needed):
+        digits = algorithm.digits * (len(entry.blocks(0, entry.nbytes)) or 1)
+        if entry.at + entry.nbytes > size or (entry.hashes and len(entry.hashes) != digits):
             raise CorruptData(
                 f"{path} is not what was written: its header does not describe {name}"
             )
@@ -460,7 +518,12 @@ def _read_header(path: Path, file: int, size: int) -> Header:
 
 
 def _entry(
-    facts: Mapping[str, Any], data_at: int, hashes: str, block_bytes: int, whole: str
+    facts: Mapping[str, Any],
+    data_at: int,
+    hashes: str,
+    block_bytes: int,
+    whole: str,
+    algorithm: Algorithm,
 ) -> Entry:
     start, stop = map(int, facts["data_offsets"])
     shape = tuple(map(int, facts["shape"]))
@@ -468,6 +531,6 @@ def _entry(
     # Offsets that do not match the shape would read the bytes of another entry.
     if start < 0 or min(shape, default=0) < 0 or nbytes != prod(shape) * WIDTHS[facts["dtype"]]:
         raise ValueError("a tensor has another size than its shape")
-    return Entry(
-        facts["dtype"], shape, data_at + start, nbytes, hashes, block_bytes or max(1, nbytes), whole
-    )
+    block_bytes = block_bytes or max(1, nbytes)
+    at = data_at + start
+    return Entry(facts["dtype"], shape, at, nbytes, hashes, block_bytes, whole, algorithm)

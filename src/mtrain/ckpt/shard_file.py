@@ -6,7 +6,7 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ class ShardFile:
     name: str
     entries: tuple[Entry, ...]
     pieces: tuple[dict[str, Any], ...]
+    algorithm: hashes.Algorithm = hashes.XXH3
+    """The hash of its blocks."""
 
     @property
     def nbytes(self) -> int:
@@ -45,13 +47,19 @@ class ShardFile:
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
         entries = [[e.name, e.dtype, list(e.shape), e.nbytes] for e in self.entries]
-        return {"name": self.name, "entries": entries, "pieces": list(self.pieces)}
+        return {
+            "name": self.name,
+            "entries": entries,
+            "pieces": list(self.pieces),
+            "algorithm": self.algorithm.name,
+        }
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Self:
         """Return the description that `to_json` wrote."""
         entries = [Entry(name, dtype, tuple(shape), n) for name, dtype, shape, n in body["entries"]]
-        return cls(body["name"], tuple(entries), tuple(body["pieces"]))
+        algorithm = hashes.ALGORITHMS[body["algorithm"]]
+        return cls(body["name"], tuple(entries), tuple(body["pieces"]), algorithm)
 
 
 def write(
@@ -70,24 +78,24 @@ def write(
     """
     with suppress(FileNotFoundError):
         path.unlink()
-    with Writer(path, [entry.name for entry in file.entries], _room(file.entries)) as writer:
+    with Writer(path, [entry.name for entry in file.entries], _room(file)) as writer:
         hashed: dict[str, str] = {}
         for entry in file.entries:
             writer.begin(entry.name, entry.dtype, entry.shape)
-            blocks = hashes.BlockHasher()
+            blocks = hashes.BlockHasher(file.algorithm)
             for data in bytes_of(entry):
                 blocks.add(data)
                 writer.add(data)
                 tick()
             hashed[entry.name] = blocks.hexdigest()
-        writer.close(hashes.metadata_of(hashed))
+        writer.close(hashes.metadata_of(hashed, algorithm=file.algorithm))
     return {"pieces": list(file.pieces), "file": {"name": path.name, **hashes.wrote(path)}}
 
 
-def _room(entries: Sequence[Entry]) -> int:
+def _room(file: ShardFile) -> int:
     """Return the bytes of the header's metadata: hashes are as long as those of as many zeros."""
-    longest = {entry.name: hashes.room_for(entry.nbytes) for entry in entries}
-    return len(strict_json.dumps(hashes.metadata_of(longest)))
+    longest = {one.name: hashes.room_for(one.nbytes, file.algorithm) for one in file.entries}
+    return len(strict_json.dumps(hashes.metadata_of(longest, algorithm=file.algorithm)))
 
 
 def parts(data: memoryview, limit: int) -> Iterator[memoryview]:

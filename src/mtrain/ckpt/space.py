@@ -26,9 +26,11 @@ def to_write(files: Iterable[ShardFile]) -> int:
     """Return the bytes of a rank's files, with their hashes and names; a little more than the files
     will have.
     """
-    entries = [entry for file in files for entry in file.entries]
-    hashed = sum(len(room_for(entry.nbytes)) for entry in entries)
-    return sum(entry.nbytes for entry in entries) + hashed + PIECE_BYTES * len(entries) + RANK_BYTES
+    total = RANK_BYTES
+    for file in files:
+        for entry in file.entries:
+            total += entry.nbytes + len(room_for(entry.nbytes, file.algorithm)) + PIECE_BYTES
+    return total
 
 
 def require(root: Path, nbytes: int, ranks: int) -> None:

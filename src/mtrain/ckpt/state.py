@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain.ckpt import folder, retention, store
+from mtrain.ckpt import folder, hashes, retention, store
 from mtrain.ckpt.contents import Contents
 from mtrain.ckpt.meeting import Meeting
 from mtrain.ckpt.saving.background import BackgroundSaves, Job
@@ -58,11 +58,14 @@ def save(
     facts = _facts(run, world, state, data_facts)
     ranks = meeting_of(world, run)
     prune = partial(_prune, root, run.checkpoint.keep)
+    algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
     # FSDP may hold less than a whole shard of a weight outside of a forward.
     with sharding.gathered(state.chunks):
         rng = rng_tensors(world)
         text = run_yaml(run.recorded())
-        path = store.save(root, state.step, shards, rng, facts, text, ranks, frozen, prune)
+        path = store.save(
+            root, state.step, shards, rng, facts, text, ranks, frozen, prune, algorithm
+        )
     begin_phase("after save")
     return path
 
@@ -88,10 +91,12 @@ def begin_save(
         "state": _facts(run, world, state, data_facts),
     }
     with sharding.gathered(state.chunks):
-        contents = [Contents.of(name, shards, rng_tensors(world))]
+        algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
+        contents = [Contents.of(name, shards, rng_tensors(world), algorithm)]
         known = None if frozen is None else frozen.known()
         if frozen is not None and known is None:
-            contents.append(Contents.of(folder.frozen_name(world.rank), frozen.shards))
+            still = folder.frozen_name(world.rank)
+            contents.append(Contents.of(still, frozen.shards, algorithm=algorithm))
         text = run_yaml(run.recorded())
         keep = run.checkpoint.keep
         saves.begin(Job(root, state.step, tuple(contents), manifest, text, keep, known))

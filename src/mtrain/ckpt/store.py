@@ -66,6 +66,7 @@ def save(
     ranks: Meeting,
     frozen: Frozen | None = None,
     committed: Callable[[], None] = lambda: None,
+    algorithm: hashes.Algorithm = hashes.XXH3,
 ) -> Path:
     """Write a checkpoint together with all other ranks and commit it.
 
@@ -73,7 +74,7 @@ def save(
     only this rank has (its generators); `state` is the same on all ranks and goes into the
     manifest. `frozen` tensors are saved too, and remembered for the next time. Until the rename at
     the end the folder has a name that no reader takes for a checkpoint. Rank 0 calls `committed`
-    after the rename, while the others wait.
+    after the rename, while the others wait. Blocks are hashed with `algorithm`.
 
     Each rank touches only its own files; rank 0 touches those of all, once. The ranks meet in the
     store, so none of them waits in a collective of the device for a slow disk.
@@ -85,16 +86,17 @@ def save(
     """
     final = root / folder.folder_name(step)
     draft = folder.draft_of(root, step)
-    own = Contents.of(folder.shard_name(ranks.rank), shards, extra)
+    own = Contents.of(folder.shard_name(ranks.rank), shards, extra, algorithm)
     files = [own.file]
     if frozen is not None and frozen.known() is None:
-        files.append(Contents.of(folder.frozen_name(ranks.rank), frozen.shards).file)
+        name = folder.frozen_name(ranks.rank)
+        files.append(Contents.of(name, frozen.shards, algorithm=algorithm).file)
     total = ranks.total(space.to_write(files))
 
     def write() -> None:
         written = [_written(draft / own.file.name, own)]
         if frozen is not None:
-            written.append(_keep_frozen(draft, frozen, ranks.rank))
+            written.append(_keep_frozen(draft, frozen, ranks.rank, algorithm))
         index.write(draft, ranks.rank, written)
 
     def commit() -> None:
@@ -152,7 +154,9 @@ def _together(
         raise failed
 
 
-def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
+def _keep_frozen(
+    draft: Path, frozen: Frozen, rank: int, algorithm: hashes.Algorithm
+) -> dict[str, Any]:
     """Link the file of an earlier checkpoint into a draft, or write it if there is no such file."""
     path = draft / folder.frozen_name(rank)
     if frozen.index is not None and frozen.path is not None:
@@ -163,7 +167,8 @@ def _keep_frozen(draft: Path, frozen: Frozen, rank: int) -> dict[str, Any]:
                 path.unlink()
         except OSError:  # it was pruned
             path.unlink(missing_ok=True)
-    frozen.index = _written(path, Contents.of(path.name, frozen.shards))
+    contents = Contents.of(path.name, frozen.shards, algorithm=algorithm)
+    frozen.index = _written(path, contents)
     return frozen.index
 
 

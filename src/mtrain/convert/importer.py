@@ -65,6 +65,7 @@ class _Files:
     source: Source
     model: Any
     ours: Mapping[str, Box]
+    algorithm: hashes.Algorithm
     made: dict[str, _Made] = field(default_factory=dict)
 
     def write(self, steps: Sequence[Step]) -> dict[str, _Made]:
@@ -80,9 +81,11 @@ class _Files:
 
     def _write_file(self, file: str, steps: list[Step]) -> None:
         most = {
-            name: hashes.room_for(self._most(step, name)) for step in steps for name in step.ours
+            name: hashes.room_for(self._most(step, name), self.algorithm)
+            for step in steps
+            for name in step.ours
         }
-        with Writer(self.draft / file, most, _room(most)) as writer:
+        with Writer(self.draft / file, most, _room(most, self.algorithm)) as writer:
             hashed: dict[str, str] = {}
             whole: dict[str, str] = {}
             for step, made in prefetched(self._of_step, steps, self._nbytes):
@@ -91,7 +94,7 @@ class _Files:
                     hashed[name] = blocks
                     whole[name] = sha256
                     self.made[name] = _Made(file, dtype, words.shape, sha256)
-            writer.close(hashes.metadata_of(hashed, whole))
+            writer.close(hashes.metadata_of(hashed, whole, self.algorithm))
 
     def _nbytes(self, step: Step) -> int:
         return sum(map(self.source.nbytes, step.theirs))
@@ -123,7 +126,7 @@ class _Files:
         }
         # a view, as of a transposed weight, becomes bytes in order
         whole = [(np.ascontiguousarray(one), known.get(id(one))) for one in made]
-        return [(one, dtype, *_hashes(one, sha256)) for one, sha256 in whole]
+        return [(one, dtype, *_hashes(one, sha256, self.algorithm)) for one, sha256 in whole]
 
 
 def import_weights(
@@ -169,7 +172,8 @@ def _written(
     """Write all files into `draft`, and return their manifest and the record."""
     found = match(tables, run.model, ours, source.names)
     # all tensors first: shapes are checked on what was made
-    made = _Files(draft, source, run.model, ours).write(found.steps)
+    algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
+    made = _Files(draft, source, run.model, ours, algorithm).write(found.steps)
     # a copy that differs would be lost without a word
     _check_copies(source, found.copies)
     tensors: dict[str, Any] = {}
@@ -180,7 +184,8 @@ def _written(
             _note(tensors, record, name, made[name], ours[name])
     if adapters is not None:
         # numbered after the files of the model
-        own = _write_adapters(draft, len({one.file for one in made.values()}), adapters)
+        number = len({one.file for one in made.values()})
+        own = _write_adapters(draft, number, adapters, algorithm)
         for name, one in own.items():
             _note(tensors, record, name, one, adapters[0][name])
         made = made | own
@@ -200,24 +205,26 @@ def _written(
     }, record
 
 
-def _write_adapters(draft: Path, number: int, adapters: Adapters) -> dict[str, _Made]:
+def _write_adapters(
+    draft: Path, number: int, adapters: Adapters, algorithm: hashes.Algorithm
+) -> dict[str, _Made]:
     """Write adapters into a file of their own."""
     file = ckpt_folder.shard_name(number)
     made = dict[str, _Made]()
     most = {
-        name: hashes.room_for(tensor.nbytes)
+        name: hashes.room_for(tensor.nbytes, algorithm)
         for name, tensor in adapters[1].items()
         if name in adapters[0]
     }
     hashed: dict[str, str] = {}
     whole: dict[str, str] = {}
-    with Writer(draft / file, adapters[0], _room(most)) as writer:
+    with Writer(draft / file, adapters[0], _room(most, algorithm)) as writer:
         for name in adapters[0]:
             words, dtype = of_tensor(adapters[1][name].contiguous())
-            whole[name], hashed[name] = _hashes(words, None)
+            whole[name], hashed[name] = _hashes(words, None, algorithm)
             writer.write(name, dtype, words.shape, buffer_of(words))
             made[name] = _Made(file, dtype, words.shape, whole[name])
-        writer.close(hashes.metadata_of(hashed, whole))
+        writer.close(hashes.metadata_of(hashed, whole, algorithm))
     return made
 
 
@@ -249,20 +256,20 @@ def _dtype(source: Source, step: Step) -> str:
     return dtype
 
 
-def _room(most: Mapping[str, str]) -> int:
+def _room(most: Mapping[str, str], algorithm: hashes.Algorithm) -> int:
     """Return the length of a header's metadata where the hashes of its entries are at
     most as long.
     """
-    return len(strict_json.dumps(hashes.metadata_of(most, dict.fromkeys(most, "0" * hashes.HEX))))
+    whole = dict.fromkeys(most, "0" * hashes.SHA256_DIGITS)
+    return len(strict_json.dumps(hashes.metadata_of(most, whole, algorithm)))
 
 
-def _hashes(words: RawArray, sha256: str | None) -> tuple[str, str]:
+def _hashes(words: RawArray, sha256: str | None, algorithm: hashes.Algorithm) -> tuple[str, str]:
     """Return the hex sha256 of a tensor's bytes, which may be known, and those of its blocks."""
     data = buffer_of(words)
-    blocks = hashes.hash_blocks(data)
-    # of one block, both hashes are the same
-    if len(data) <= hashes.BLOCK_BYTES:
-        return blocks, blocks
+    blocks = hashes.hash_blocks(data, algorithm)
+    if algorithm is hashes.SHA256 and len(data) <= hashes.BLOCK_BYTES:
+        return blocks, blocks  # of one block, both hashes are the same
     return sha256 or hashes.hash_bytes(data), blocks
 
 
