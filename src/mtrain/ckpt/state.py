@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mtrain.ckpt import folder, retention, store
 from mtrain.ckpt.meeting import Meeting
+from mtrain.ckpt.retention import Policy
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import warn
@@ -75,7 +76,7 @@ def save(
     if state.hooks:
         facts["hooks"] = state.hooks
     ranks = meeting_of(world, run)
-    prune = partial(_prune, root, run.checkpoint.keep)
+    prune = partial(_prune, root, Policy.of(run.checkpoint))
     # FSDP may hold less than a whole shard of a weight outside of a forward.
     with sharding.gathered(state.chunks):
         rng = rng_tensors(world)
@@ -97,10 +98,10 @@ def opened(path: Path, run: RunConfig, world: World) -> store.Checkpoint:
     return store.Checkpoint.open_together(path, meeting_of(world, run))
 
 
-def _prune(root: Path, keep: int | None) -> None:
+def _prune(root: Path, policy: Policy) -> None:
     """Delete older checkpoints; where that fails, the new one is committed all the same."""
     try:
-        retention.prune(root, keep)
+        retention.prune(root, policy)
     except OSError as error:
         warn(f"older checkpoints in {root} cannot be deleted: {error}")
 

@@ -62,7 +62,7 @@ class Frozen:
     """Its pieces, and the facts of the file."""
 
     def to_write(self) -> list[TensorShard]:
-        """Return the tensors that the next checkpoint has to write; none if it links to the file."""
+        """Return the tensors that the next checkpoint writes; none if it links to the file."""
         written = self.index is not None and self.path is not None and self.path.is_file()
         return [] if written and durable.has_links() else list(self.shards)
 

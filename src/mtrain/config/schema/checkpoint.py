@@ -1,6 +1,6 @@
 """The section `checkpoint`: what a run saves, where, and what it starts from."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mtrain.config.schema.base import (
     Effect,
@@ -29,6 +29,14 @@ class UnresolvedCheckpoint(Section):
     """Save after the last step."""
     keep: PositiveInt | None = 2
     """The number of newest checkpoints to keep; null: all."""
+    keep_every: Annotated[PositiveInt | None, Key(when="checkpoint.keep", unit="steps")] = None
+    """Steps between checkpoints that stay for good: those whose step is a multiple of it. null:
+    none.
+    """
+    keep_best: Annotated[Literal["valid_loss"] | None, Key(when="checkpoint.keep")] = None
+    """The value of an evaluation whose lowest checkpoint stays, too; null: none. A checkpoint
+    without an evaluation at its own step counts with the last one before it.
+    """
     resume: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="load")] = None
     """`auto`: continue the run that the same launch started (with `log.name`: the run of that
     name), or start one. `latest`: continue the newest run of this configuration. Otherwise a run
