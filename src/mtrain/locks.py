@@ -123,6 +123,20 @@ def share(descriptor: int, path: Path) -> bool:
     return True
 
 
+def seize(descriptor: int) -> bool:
+    """Lock an open file exclusively until it is closed; False: another process has locked it.
+
+    True where there are no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def is_shared(descriptor: int) -> bool:
     """Return whether another process has locked an open file; false where there are no locks."""
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from mtrain import locks
 from mtrain.ckpt import folder
-from mtrain.ckpt.retention import prune, retention
+from mtrain.ckpt.retention import Policy, prune, retention
 from mtrain.cli.main import main
 from mtrain.config.resolve.resolution import resolve
 from tests.support.configs import LAPTOP, tiny
@@ -177,9 +177,9 @@ def test_checkpoint_prune_keeps_what_others_need(
     (other / "run.yaml").unlink()
     with folder.reading(step_of(home, 1)):
         assert "stays, a process reads it" in said(capsys, "prune", str(home))
-        prune(home / "checkpoints", 2)
+        prune(home / "checkpoints", Policy(2))
         assert step_of(home, 1).exists()
-    prune(home / "checkpoints", 2)
+    prune(home / "checkpoints", Policy(2))
     assert not step_of(home, 1).exists()
 
 
@@ -205,12 +205,12 @@ def test_checkpoint_prune_leaves_a_running_run_alone(
 
 def test_checkpoint_retention_keeps_newest_and_reasons() -> None:
     paths = [Path(f"step_{n:08d}") for n in range(4)]
-    found = retention(paths, 1, complete=paths, read=paths[:1], named=paths[1:2])
-    assert found.newest == (paths[3],)
+    found = retention(paths, Policy(1), complete=paths, read=paths[:1], named=paths[1:2])
+    assert [kept.path for kept in found.newest] == [paths[3]]
     assert found.doomed == (paths[2],)
     assert [kept.path for kept in found.kept] == paths[:2]
-    assert retention(paths, None, complete=[]).doomed == ()
-    assert retention(paths, 1, complete=paths[:2]).doomed == (paths[0], paths[2])
+    assert retention(paths, Policy(None), complete=[]).doomed == ()
+    assert retention(paths, Policy(1), complete=paths[:2]).doomed == (paths[0], paths[2])
 
 
 def test_checkpoint_copy_is_whole_and_new(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor in host memory: its own memory, if that is there."""
+    """Return the bytes of a tensor in host memory; those of a tensor on the host are not copied."""
     return memoryview(flat_bytes(tensor.cpu()).numpy())
 
 

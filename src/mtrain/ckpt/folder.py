@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,6 +47,9 @@ STREAMS = "by stage, data and context rank"
 checkpoints) all ranks had the same.
 """
 MAX_MANIFEST_BYTES = 1 << 30
+ASKED_S = 1.0
+"""The longest that a process which deletes checkpoints locks a manifest."""
+PAUSE_S = 0.01
 PARTS = {"step": int, "state": dict, "tensors": dict, "files": dict}
 """The parts of a manifest of every format, with their types."""
 
@@ -151,11 +155,21 @@ def sweep(root: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def hidden(path: Path) -> Path:
+def hidden(path: Path) -> Path | None:
     """Rename a checkpoint that is to be deleted, so that an interrupted deletion is not taken for a
-    checkpoint; return its new path.
+    checkpoint; return its new path, or None if a process reads it.
     """
-    return path.rename(path.with_name(f".deleted-{path.name}"))
+    try:
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return path.rename(path.with_name(f".deleted-{path.name}"))
+    try:
+        # Nobody can begin to read it between this question and the rename.
+        if not locks.seize(descriptor):
+            return None
+        return path.rename(path.with_name(f".deleted-{path.name}"))
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -169,12 +183,24 @@ def reading(path: Path) -> Iterator[None]:
         descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if descriptor is not None:
-            with suppress(OSError, locks.Taken):
-                locks.share(descriptor, path / MANIFEST)
+            with suppress(OSError):
+                _share(descriptor, path / MANIFEST)
         yield
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _share(descriptor: int, manifest: Path) -> None:
+    """Lock an open manifest with other readers, after a process that asks whether it is read, or
+    that deletes it.
+    """
+    for _ in range(round(ASKED_S / PAUSE_S)):
+        try:
+            locks.share(descriptor, manifest)
+            return
+        except locks.Taken:
+            time.sleep(PAUSE_S)
 
 
 def is_read(path: Path) -> bool:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mtrain.ckpt import folder, hashes, retention, store
 from mtrain.ckpt.contents import Contents
 from mtrain.ckpt.meeting import Meeting
+from mtrain.ckpt.retention import Policy
 from mtrain.ckpt.saving.background import BackgroundSaves, Job
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.run import RunConfig
@@ -57,7 +58,7 @@ def save(
     shards, frozen = _shards(run, state)
     facts = _facts(run, world, state, data_facts)
     ranks = meeting_of(world, run)
-    prune = partial(_prune, root, run.checkpoint.keep)
+    prune = partial(_prune, root, Policy.of(run.checkpoint))
     algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
     # FSDP may hold less than a whole shard of a weight outside of a forward.
     with sharding.gathered(state.chunks):
@@ -98,8 +99,8 @@ def begin_save(
             still = folder.frozen_name(world.rank)
             contents.append(Contents.of(still, frozen.shards, algorithm=algorithm))
         text = run_yaml(run.recorded())
-        keep = run.checkpoint.keep
-        saves.begin(Job(root, state.step, tuple(contents), manifest, text, keep, known))
+        policy = Policy.of(run.checkpoint)
+        saves.begin(Job(root, state.step, tuple(contents), manifest, text, policy, known))
         # FSDP frees parts of weights when it leaves this block.
         if run.parallel.frees_weights or run.parallel.fsdp != "none":
             saves.secured()
@@ -162,10 +163,10 @@ def opened(path: Path, run: RunConfig, world: World) -> store.Checkpoint:
     return store.Checkpoint.open_together(path, meeting_of(world, run))
 
 
-def _prune(root: Path, keep: int | None) -> None:
+def _prune(root: Path, policy: Policy) -> None:
     """Delete older checkpoints; where that fails, the new one is committed all the same."""
     try:
-        retention.prune(root, keep)
+        retention.prune(root, policy)
     except OSError as error:
         warn(f"older checkpoints in {root} cannot be deleted: {error}")
 

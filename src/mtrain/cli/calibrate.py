@@ -21,13 +21,14 @@ from mtrain.api import load
 from mtrain.cli.output import refusal
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.lock_file import read_run_file
+from mtrain.config.compose.paths import METRICS
 from mtrain.config.disk.files import YAML_ENDINGS, read_bytes
 from mtrain.config.engine.formats import Format
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, say_page
-from mtrain.plan.compare import FIRST_STEPS, METRICS, first_full, lines_of_run
+from mtrain.plan.compare import FIRST_STEPS, first_full, lines_of_run
 from mtrain.plan.time.calibrate import EXPECTED, Fit, Measured, Rates, fitted
 from mtrain.plan.time.device import missing
 from mtrain.units import duration, number_of

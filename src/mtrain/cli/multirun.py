@@ -19,14 +19,14 @@ from typing import Any
 from mtrain.cli.main import main
 from mtrain.cli.output import problem_report, say_json
 from mtrain.config.compose.overrides import Job, jobs
-from mtrain.config.compose.paths import user_path
+from mtrain.config.compose.paths import METRICS, user_path
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, MtrainError, say, say_page, visible
 from mtrain.launching import signals, start
 from mtrain.loading import checkpoints
 from mtrain.loading.configuration import REPLACED, load, settled
-from mtrain.plan.compare import METRICS, lines_of
+from mtrain.plan.compare import lines_of
 
 # Exit codes from good to bad; any other code is worse.
 ORDER = (0, 75, 2, 3, 4, 5)

@@ -16,7 +16,7 @@ from typing import Any
 from mtrain import durable, locks, strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.config.compose.dump import override, run_yaml
-from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE
+from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, METRICS, RUN_FILE
 from mtrain.config.engine import kernels
 from mtrain.config.engine import release as engine
 from mtrain.config.machine.installed import version_of
@@ -28,7 +28,7 @@ from mtrain.launching import matmul, resume
 from mtrain.launching.resume import anchored as anchored
 from mtrain.launching.verdict import judge
 from mtrain.layout.grid import RankGrid
-from mtrain.plan.compare import METRICS, PEAKS, PLAN, planned
+from mtrain.plan.compare import PEAKS, PLAN, planned
 from mtrain.plan.count import adapter_parameters, flops_of_token, parameters, state_bytes
 from mtrain.world.stacks import ERRORS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.compose.paths import CHECKPOINTS, METRICS
 from mtrain.config.disk.files import read_bytes
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.batches import counted, stages
@@ -18,7 +18,6 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData
 from mtrain.plan.report import report
 
-METRICS = "metrics.jsonl"
 PEAKS = "memory.json"
 PLAN = "plan.json"
 ALLOCATED = "peak_bytes"

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from mtrain.ckpt import folder, space
 from mtrain.ckpt.contents import Contents, flat_bytes
 from mtrain.ckpt.meeting import Meeting
+from mtrain.ckpt.retention import Policy
 from mtrain.ckpt.saving import staging
 from mtrain.ckpt.saving.channel import Closed
 from mtrain.ckpt.saving.process import WriterProcess
@@ -50,7 +51,7 @@ class Job:
     manifest: dict[str, Any]
     """The manifest without tensors and files."""
     run_yaml: str
-    keep: int | None
+    policy: Policy
     linked: dict[str, Any] | None = None
     """`path` and `index` of a file of an earlier checkpoint that this one links to."""
 
@@ -67,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much memory saves may take, and how long."""
+    """The memory and the time that saves may take."""
 
     staging_bytes: int | None
     """The most bytes that are copied at once; None: as much as is free."""
@@ -267,7 +268,7 @@ class BackgroundSaves:
         if limit is None and held < nbytes:
             limit = held + self._limits.free_bytes()
         wanted = staging.capacity_for(nbytes, limit)
-        # Memory that is there already is kept: later saves are of about the same size.
+        # Memory of an earlier save is kept: later saves are of about the same size.
         if wanted > held:
             self._unpinned()
             writer.memory.resize(wanted)
@@ -334,7 +335,7 @@ class BackgroundSaves:
             # only rank 0 writes them
             "manifest": job.manifest if self._ranks.rank == 0 else None,
             "run_yaml": job.run_yaml if self._ranks.rank == 0 else "",
-            "keep": job.keep,
+            "policy": asdict(job.policy),
             "total": self._total,
             "capacity": capacity,
             "whole": job.nbytes <= capacity,

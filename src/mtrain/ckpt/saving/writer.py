@@ -58,7 +58,7 @@ class Save:
         self.linked: dict[str, Any] | None = body["linked"]
         self.manifest: dict[str, Any] | None = body["manifest"]
         self.run_yaml: str = body["run_yaml"]
-        self.keep: int | None = body["keep"]
+        self.policy = retention.Policy(**body["policy"])
         self.total: int = body["total"]
         self.retries: int = body["retries"] if body["whole"] else 0
         self.timeout_s: float = body["timeout_s"]
@@ -189,7 +189,7 @@ class Save:
         self._enter(staging.ON_DISK)
         # Whatever becomes of older checkpoints, this one is committed.
         with suppress(OSError):
-            retention.prune(self.final.parent, self.keep)
+            retention.prune(self.final.parent, self.policy)
         self._enter(staging.WORKING)
 
     def _name(self, body: dict[str, Any]) -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from mtrain import locks
 from mtrain.ckpt import folder
-from mtrain.ckpt.retention import Retention, is_complete, retention
+from mtrain.ckpt.retention import (
+    Policy,
+    Retention,
+    is_complete,
+    losses_of,
+    named_by_others,
+    retention,
+)
 from mtrain.ckpt.verification import verified
 from mtrain.cli.atomic_output import drafted, new_folder
 from mtrain.cli.checkpoint.look import one_checkpoint, one_folder
-from mtrain.cli.named_values import read_words, whole
+from mtrain.cli.named_values import Word, one_of, read_words, whole
 from mtrain.cli.output import refusal, say_json
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
@@ -27,90 +33,101 @@ from mtrain.launching.folder import LOCK_FILE
 from mtrain.units import bytes_, number_of
 
 USAGE = "CHECKPOINT NEW_FOLDER"
-ALL = "all"
-MOST_RUNS = 10_000
-"""Runs next to this one whose configurations are looked through for its checkpoints."""
+NULL = "null"
 COPY_BYTES = 16 << 20
-_keep = whole(None, 1, 1 << 31, "2", "a whole number of at least 1, or null for all")
-KNOWN = {"keep": replace(_keep, read=lambda text: ALL if text == "null" else _keep.read(text))}
+_steps = whole(None, 1, 1 << 31, "2", "a whole number of at least 1, or null for all")
+
+
+def _or_null(word: Word, rule: str = "") -> Word:
+    """Return a word that also takes null, which is not the same as leaving it out."""
+    read = word.read
+    return replace(
+        word, read=lambda text: NULL if text == "null" else read(text), rule=rule or word.rule
+    )
+
+
+KNOWN = {
+    "keep": _or_null(_steps),
+    "keep_every": _or_null(_steps, "a whole number of at least 1, or null"),
+    "keep_best": _or_null(
+        Word(None, one_of("valid_loss"), example="valid_loss"), "valid_loss or null"
+    ),
+}
 
 
 def prune(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
-    """Delete the checkpoints of a run that `checkpoint.keep` would delete; with `dry_run`, name
-    them.
+    """Delete the checkpoints that a run would delete by itself; with `dry_run`, name them.
 
     Raises:
         ConfigError: there is no such run, or a process writes to it.
         BadEnvironment: a folder cannot be removed.
     """
     values, rest = read_words(words, KNOWN)
-    home = one_folder(rest, "prune RUN [keep=N] [--dry-run]")
+    home = one_folder(rest, "prune RUN [keep=N] [keep_every=N] [keep_best=valid_loss] [--dry-run]")
     root = home / CHECKPOINTS
     if not (home / RUN_FILE).is_file() or not root.is_dir():
         rule = f"{home} is no run with checkpoints"
         raise refusal(rule, f"{program()} checkpoint prune RUN", "MT502")
-    keep = values["keep"] or read_run_file(home / RUN_FILE).checkpoint.keep
+    policy = _policy(home, values)
     with nullcontext() if dry_run else _owned(home):
-        found = fate(root, None if keep == ALL else keep)
+        found = fate(root, policy)
         sizes = {path: _size(path) for path in found.doomed}
         if not dry_run:
             _remove(found.doomed)
+    stay = (*found.kept, *found.newest)
     if as_json:
         say_json(
             {
                 "run": str(home),
-                "keep": None if keep == ALL else keep,
+                "keep": policy.keep,
+                "keep_every": policy.every,
+                "keep_best": policy.best,
                 "deleted": not dry_run,
                 "checkpoints": [path.name for path in found.doomed],
                 "bytes": sum(sizes.values()),
-                "kept": [path.name for path in found.newest]
-                + [f"{kept.path.name}: {kept.why}" for kept in found.kept],
+                "kept": [f"{kept.path.name}: {kept.why}" for kept in stay],
             }
         )
         return 0
     done = "would be deleted" if dry_run else "deleted"
     for path in found.doomed:
         say(f"{path.name}: {done}, {bytes_(sizes[path])}")
-    for kept in found.kept:
+    for kept in stay:
         say(f"{kept.path.name}: stays, {kept.why}")
-    for path in found.newest:
-        say(f"{path.name}: stays, one of the newest")
     total = bytes_(sum(sizes.values()))
     say(f"{home}: {number_of(len(found.doomed), 'checkpoint')} {done}, {total}")
     return 0
 
 
-def fate(root: Path, keep: int | None) -> Retention:
+def _policy(home: Path, values: Mapping[str, Any]) -> Policy:
+    """Return the policy of a run, with the words of the command line in place of its keys."""
+    own = Policy.of(read_run_file(home / RUN_FILE).checkpoint)
+    names = {"keep": "keep", "every": "keep_every", "best": "keep_best"}
+    given = {part: values[name] for part, name in names.items() if values[name] is not None}
+    return replace(own, **{part: None if v == NULL else v for part, v in given.items()})
+
+
+def fate(root: Path, policy: Policy) -> Retention:
     """Return which checkpoints in a folder go, and which stay."""
     every = folder.committed(root)
     return retention(
         every,
-        keep,
+        policy,
         complete={path for path in every if is_complete(path)},
-        named=_named(root, every),
+        losses=losses_of(root, policy),
+        named=named_by_others(root, every),
         read=[path for path in every if folder.is_read(path)],
     )
-
-
-def _named(root: Path, every: Sequence[Path]) -> list[Path]:
-    """Return the checkpoints that the configuration of another run names as its start."""
-    home = root.parent
-    texts = []
-    for file in islice(home.absolute().parent.glob(f"*/{RUN_FILE}"), MOST_RUNS):
-        if file.parent.name != home.name:
-            with suppress(OSError, ValueError):
-                texts.append(file.read_text())
-    return [
-        path
-        for path in every
-        if any(re.search(rf"{re.escape(str(path.absolute()))}(?!\d)", text) for text in texts)
-    ]
 
 
 def _remove(doomed: Sequence[Path]) -> None:
     for path in doomed:
         try:
-            shutil.rmtree(folder.hidden(path))
+            gone = folder.hidden(path)
+            if gone is None:
+                say(f"{path.name}: stays, a process began to read it", error=True)
+            else:
+                shutil.rmtree(gone)
         except OSError as error:
             raise BadEnvironment(f"{path} cannot be removed: {error.strerror or error}") from None
 

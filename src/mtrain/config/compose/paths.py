@@ -23,6 +23,8 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 # The file of a run folder that records its machine and command.
 ENVIRONMENT = "env.json"
+# The file of a run folder with a line for each step and evaluation.
+METRICS = "metrics.jsonl"
 # Words that `checkpoint.resume` accepts instead of a folder.
 RESUME_WORDS = ("auto", "latest")
 # Matches the name of a choice or of a group.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from math import lcm
 from pathlib import Path
 
 from mtrain.config.compose.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
 from mtrain.config.disk.files import download_of, unreadable, unwritable
 from mtrain.config.messages.suggestions import near_choice
-from mtrain.config.rules.finding import Finding, each
+from mtrain.config.rules.finding import Finding, each, multiples
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 
@@ -18,6 +19,10 @@ RESUME = "checkpoint.resume"
 START = "checkpoint.init_from"
 INTERVAL = "checkpoint.save_interval"
 FINAL = "checkpoint.save_final"
+MINUTES = "checkpoint.save_minutes"
+EVERY = "checkpoint.keep_every"
+BEST = "checkpoint.keep_best"
+EVALUATED = "trainer.eval_interval"
 WRITABLE = "Name a folder that can be written."
 
 
@@ -148,3 +153,53 @@ def save_schedule(run: RunConfig) -> Iterator[Finding]:
     if c.save_interval and c.save_interval > steps and not c.save_final:
         detail = f"one every {c.save_interval} steps, of {steps}, and none at the end"
         yield Finding("MT435", INTERVAL, detail, [{FINAL: True}, {INTERVAL: steps}])
+
+
+@rule(
+    Code(
+        "MT437",
+        help=f"Set `{EVALUATED}` and `trainer.eval_iters`, or leave `{BEST}` out.",
+        example=f"{BEST}=valid_loss trainer.eval_iters=0",
+    ),
+    reads=(
+        f"{BEST} trainer.eval_iters {EVALUATED} trainer.eval_minutes trainer.train_iters {INTERVAL}"
+    ),
+)
+def best_without_evaluation(run: RunConfig) -> Iterator[Finding]:
+    """Cannot keep the best checkpoint because no evaluation during the run tells which it is."""
+    t = run.trainer
+    if run.checkpoint.keep_best is None or (t.eval_iters and (t.eval_interval or t.eval_minutes)):
+        return
+    every = min(run.checkpoint.save_interval or max(1, t.steps // 10), t.steps)
+    change = {EVALUATED: t.eval_interval or every, "trainer.eval_iters": t.eval_iters or 10}
+    when = "evaluated only at the end" if t.eval_iters else "trainer.eval_iters=0"
+    yield Finding("MT437", BEST, when, [change, {BEST: None}])
+
+
+@rule(
+    Code(
+        "MT438", severity="warning", example=f"{EVERY}=250 {INTERVAL}=100 trainer.train_iters=400"
+    ),
+    reads=f"{EVERY} {INTERVAL} {MINUTES} trainer.train_iters {FINAL}",
+)
+def permanent_checkpoints(run: RunConfig) -> Iterator[Finding]:
+    """Cannot keep a checkpoint permanently because no saved step is a multiple of this."""
+    c = run.checkpoint
+    every = c.keep_every
+    steps = run.trainer.steps
+    if every is None or (c.save_final and not steps % every):
+        return
+    saved = c.save_interval
+    if saved and lcm(saved, every) <= steps:
+        return
+    if saved:
+        first = lcm(saved, every)
+        detail = f"saved every {saved} steps of {steps}, and step {first} would be the first"
+        fixes = each(EVERY, [m for m in multiples(every, saved) if m <= steps])
+    elif c.save_minutes is not None:
+        detail = f"saved every {c.save_minutes:g} minutes, at any step"
+        fixes = each(INTERVAL, [every] if every <= steps else [])
+    else:
+        detail = f"saved only at the end, after step {steps}"
+        fixes = each(INTERVAL, [every] if every <= steps else [])
+    yield Finding("MT438", EVERY, detail, [*fixes, {EVERY: None}])

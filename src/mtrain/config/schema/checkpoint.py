@@ -29,6 +29,14 @@ class UnresolvedCheckpoint(Section):
     """Save after the last step."""
     keep: PositiveInt | None = 2
     """The number of newest checkpoints to keep; null: all."""
+    keep_every: Annotated[PositiveInt | None, Key(when="checkpoint.keep", unit="steps")] = None
+    """Steps between checkpoints that stay for good: those whose step is a multiple of it. null:
+    none.
+    """
+    keep_best: Annotated[Literal["valid_loss"] | None, Key(when="checkpoint.keep")] = None
+    """The value of an evaluation whose lowest checkpoint stays, too; null: none. A checkpoint
+    without an evaluation at its own step counts with the last one before it.
+    """
     resume: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="load")] = None
     """`auto`: continue the run that the same launch started (with `log.name`: the run of that
     name), or start one. `latest`: continue the newest run of this configuration. Otherwise a run
@@ -46,7 +54,7 @@ class UnresolvedCheckpoint(Section):
     GPUs.
     """
     staging_mib: Annotated[PositiveInt | None, Key(unit="MiB")] = None
-    """With async_save: host memory of each rank for the copies. A state that does not fit is copied
+    """Host memory of each rank for the copies of async_save. A state that does not fit is copied
     in several parts, and the next update waits until the last one is copied. null: all of the
     state, or half of what is free on the machine.
     """
@@ -59,7 +67,7 @@ class UnresolvedCheckpoint(Section):
     go on without it. A run whose last checkpoint fails always ends with an error.
     """
     max_failures: PositiveInt = 3
-    """With on_failure=continue: the number of failed checkpoints in a row that ends the run."""
+    """The number of failed checkpoints in a row that ends a run with on_failure=continue."""
     accept_changes: bool = False
     """Continue although keys that change the numbers differ from those of the checkpoint."""
     hash: Literal["xxh3", "sha256"] = "xxh3"

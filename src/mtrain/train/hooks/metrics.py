@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mtrain import strict_json
+from mtrain.config.compose.paths import METRICS
 from mtrain.errors import warn
-from mtrain.plan.compare import METRICS, lines_of
+from mtrain.plan.compare import lines_of
 from mtrain.train.hooks.base import Hook
 from mtrain.train.loop.context import TrainContext
 
