@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mtrain import api
 from mtrain.api import Loaded, load
 from mtrain.cli.check import length_in_words
+from mtrain.cli.output import refusal
 from mtrain.config.compose.paths import program
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.resolution import Machine
@@ -16,21 +18,44 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, message, say, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
+from mtrain.world.faults import Fault, parse
 from mtrain.world.launchers import Launched
 
 TAKEN = "MT434"
 
 
-def train(words: list[str], *, multirun: bool, as_json: bool, debug: bool) -> int:
+def train(
+    words: list[str],
+    *,
+    multirun: bool,
+    as_json: bool,
+    restarts: str | None,
+    inject: str | None,
+    debug: bool,
+) -> int:
     """Train one configuration, or with -m every combination."""
+    words = [*words, *_restarting(restarts)]
     if multirun:
         from mtrain.cli import multirun as sweep
 
+        if inject is not None:
+            raise refusal("--inject: a sweep takes no faults", "train, without -m")
         return sweep.train(words, debug=debug, as_json=as_json)
-    return run(words, debug=debug)
+    return run(words, debug=debug, injected=_faults(inject))
 
 
-def resume(words: list[str], *, debug: bool) -> int:
+def _restarting(restarts: str | None) -> list[str]:
+    return [] if restarts is None else [f"resilience.restarts={restarts}"]
+
+
+def _faults(text: str | None) -> tuple[Fault, ...]:
+    try:
+        return () if text is None else parse(text)
+    except ValueError as error:
+        raise refusal(f"--inject: {error}", "--inject FAULT@STEP[:RANK]") from None
+
+
+def resume(words: list[str], *, restarts: str | None, inject: str | None, debug: bool) -> int:
     """Train on with the configuration in a run folder, under the further words.
 
     Raises:
@@ -39,12 +64,13 @@ def resume(words: list[str], *, debug: bool) -> int:
     from mtrain.loading.checkpoints import beneath, quoted, relaid, run_file, target_of
 
     usage = f"{program()} resume runs/<name> [overrides]"
-    target, overrides = target_of(words, "resume", usage)
+    target, overrides = target_of([*words, *_restarting(restarts)], "resume", usage)
     given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
-    return run([*given, *beneath(relaid(target, overrides), overrides)], debug=debug)
+    words = [*given, *beneath(relaid(target, overrides), overrides)]
+    return run(words, debug=debug, injected=_faults(inject))
 
 
-def run(argv: list[str], *, debug: bool) -> int:
+def run(argv: list[str], *, debug: bool, injected: Sequence[Fault] = ()) -> int:
     """Train what `argv` describes; return the exit code."""
     place = torchrun.here()
     # srun with one task a machine starts no ranks: mtrain does, as torchrun would.
@@ -56,7 +82,7 @@ def run(argv: list[str], *, debug: bool) -> int:
     _warn(composed)
     if stray := torchrun.unused_variable():
         warn(stray)
-    folder = api.train(composed)
+    folder = api.train(composed, injected=injected)
     # Without words this is somebody's first run.
     if not argv:
         say(*next_steps(folder))
