@@ -15,10 +15,12 @@ from mtrain.config.compose.paths import program
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import MtrainError, message, say, say_page, warn
+from mtrain.errors import ConfigError, MtrainError, Problem, message, say, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
-from mtrain.world.faults import Fault, parse
+from mtrain.units import number_of
+from mtrain.world import faults
+from mtrain.world.faults import Fault
 from mtrain.world.launchers import Launched
 
 TAKEN = "MT434"
@@ -50,7 +52,7 @@ def _restarting(restarts: str | None) -> list[str]:
 
 def _faults(text: str | None) -> tuple[Fault, ...]:
     try:
-        return () if text is None else parse(text)
+        return () if text is None else faults.parse(text)
     except ValueError as error:
         raise refusal(f"--inject: {error}", "--inject FAULT@STEP[:RANK]") from None
 
@@ -75,8 +77,9 @@ def run(argv: list[str], *, debug: bool, injected: Sequence[Fault] = ()) -> int:
     place = torchrun.here()
     # srun with one task a machine starts no ranks: mtrain does, as torchrun would.
     if place is not None and place.one_a_machine:
-        return _as_machine(argv, place)
+        return _as_machine(argv, place, injected)
     if place is not None:
+        faults.arm(map(str, injected), place.rank)
         return _as_worker(argv, place, debug)
     composed = load(argv)
     _warn(composed)
@@ -121,18 +124,30 @@ def _warn(composed: Loaded) -> None:
             say_page(warning.render(), error=True)
 
 
-def _as_machine(argv: list[str], place: Launched) -> int:
+def _refuse_restarts(run: RunConfig, place: Launched) -> None:
+    """Refuse restarts of a run whose ranks this process does not start, or not all of them."""
+    restarts = run.resilience.restarts
+    if restarts:
+        instead = "restarts=0, and torchrun --max-restarts=N or another start of the job"
+        fix = f"resilience.{instead} with checkpoint.resume=auto"
+        detail = f"{place.launcher}, {number_of(place.size, 'task')}"
+        raise ConfigError([Problem("MT437", "resilience.restarts", restarts, detail, fix)])
+
+
+def _as_machine(argv: list[str], place: Launched, injected: Sequence[Fault]) -> int:
     """Start the ranks of this machine, as the one process that a scheduler started on it."""
     from mtrain.launching import preflight, torchrun
 
     def compose(machines: int) -> RunConfig:
         composed = load(argv, machines=machines)
+        _refuse_restarts(composed.run, place)
         ranks_here = max(1, composed.run.parallel.ranks // machines)
         preflight.check(composed.run, argv, ranks_here=ranks_here)
         _warn(composed)
         return composed.run
 
-    return torchrun.launch(place, argv, compose)
+    given = ["--inject", ",".join(map(str, injected))] if injected else []
+    return torchrun.launch(place, [*argv, *given], compose)
 
 
 def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
@@ -147,6 +162,7 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
 
     def compose() -> RunConfig:
         composed = load(argv, machine, machines=place.size // place.local_size)
+        _refuse_restarts(composed.run, place)
         if torchrun.rank() == "0":
             _warn(composed)
         return composed.run

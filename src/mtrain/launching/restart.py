@@ -123,7 +123,12 @@ class Attempts:
             why = f"all {limit} restarts (resilience.restarts){period} are used"
         else:
             return
-        raise TrainingError(f"{first.error}", f"  not restarted: {why}") from None
+        text = str(first.error)
+        if len(self.futile) > 1:
+            number = len(self.times) - len(self.futile) + 2
+            errors = self.home / ERRORS
+            text = text.replace(str(errors), str(_aside(errors, number)))
+        raise TrainingError(text, f"  not restarted: {why}") from None
 
     def _record(self, failure: Failure, records: Path) -> None:
         """Report a restart in one line, and note it in the run folder."""
@@ -139,7 +144,7 @@ class Attempts:
             "kind": failure.kind,
             "error": failure.text,
             "step": step,
-            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            "checkpoint": None if self.checkpoint is None else _named(self.checkpoint, self.home),
             "steps_lost": lost,
             "records": str(records.relative_to(self.home)),
         }
@@ -159,13 +164,23 @@ class Attempts:
         )
 
 
+def _named(path: Path, home: Path) -> str:
+    """Return a path relative to the run folder, if it is in there."""
+    return str(path.relative_to(home) if path.is_relative_to(home) else path)
+
+
 def _is_same(one: Failure, other: Failure) -> bool:
     return (one.rank, one.kind, one.step) == (other.rank, other.kind, other.step)
 
 
+def _aside(errors: Path, number: int) -> Path:
+    """Return the folder of the records before restart `number`."""
+    return errors / f"restart_{number}"
+
+
 def _put_aside(errors: Path, number: int) -> Path:
     """Move the records of a failed start into a folder of its own, and return it."""
-    folder = errors / f"restart_{number}"
+    folder = _aside(errors, number)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         for file in [path for path in errors.iterdir() if path.is_file()]:
