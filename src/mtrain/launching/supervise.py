@@ -236,7 +236,10 @@ class Supervisor:
             text = f"rank {rank} failed first: {cause['kind']}: {summary}"
             details = f"; details in {self.errors / record_name(rank)}" if self.advice else ""
             error = TrainingError(self._advised(f"{text}{details}"))
-        at_fault = rank if cause["at_fault"] is None else cause["at_fault"]
+        at_fault = rank
+        if cause["at_fault"] is not None:
+            at_fault = cause["at_fault"]
+            text = f"rank {at_fault} holds the run up: {summary.partition('; stacks: ')[0]}"
         helps = error.exit_code not in NOT_RESTARTED
         return Failure(at_fault, cause["kind"], text, error, cause["step"], helps)
 
