@@ -31,6 +31,7 @@ from mtrain.train.generate.request import Request, Sampling, Texts, Written
 if TYPE_CHECKING:
     # `check` calls `load` only: what starts ranks is imported by the functions that do
     from mtrain.launching.prove import Comparison, Proof
+    from mtrain.world.faults import Fault
 
 __all__ = [
     "Loaded",
@@ -75,7 +76,7 @@ def plan(loaded: Loaded) -> dict[str, Any]:
         raise ConfigError.of("MT254", "model.family", family, str(error), fix) from None
 
 
-def train(loaded: Loaded) -> Path:
+def train(loaded: Loaded, *, injected: Sequence[Fault] = ()) -> Path:
     """Train a configuration in local processes, to its end.
 
     Prints progress as `log.progress` sets it. A process that torchrun or another launcher started
@@ -83,6 +84,7 @@ def train(loaded: Loaded) -> Path:
 
     Args:
         loaded: a configuration from `load`.
+        injected: faults for tests, see `mtrain.world.faults`.
 
     Returns:
         The run folder, with its checkpoints and metrics.
@@ -95,7 +97,7 @@ def train(loaded: Loaded) -> Path:
 
     # Before any rank starts: a shortage ends here with its exit code, and leaves no run folder.
     preflight.check(loaded.run, loaded.argv)
-    return local.launch(loaded.run, list(loaded.argv))
+    return local.launch(loaded.run, list(loaded.argv), injected)
 
 
 def prove(

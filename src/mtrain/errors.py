@@ -318,6 +318,8 @@ class TrainingError(MtrainError):
     """Training itself failed: a rank died, or the loss is not a number."""
 
     exit_code = 5
+    rank: int | None = None
+    """The rank at fault, if the rank that raises the error knows of one."""
 
 
 class Preempted(MtrainError):

@@ -177,6 +177,14 @@ def test_causes_aborted_rank_explains_its_peers(tmp_path: Path) -> None:
     assert said.startswith("rank 1 was ended by SIGABRT, as torch does where a collective fails")
 
 
+def test_causes_exit_without_record_precedes_its_victims(tmp_path: Path) -> None:
+    def leaves(errors: Path, rank: int) -> None:
+        os._exit(7)
+
+    said = str(ended(tmp_path, fails(REMOTE), leaves))
+    assert said == "rank 1 ended with exit code 7 and left no record"
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_causes_only_saved_run_suggests_resume(saved: bool, tmp_path: Path) -> None:
     if saved:

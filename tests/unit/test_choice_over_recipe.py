@@ -27,6 +27,7 @@ kernels: {norm: reference}
 checkpoint: {keep: 7}
 log: {interval: 3}
 cluster: {nodes: 2}
+resilience: {restarts: 5}
 """
 CHOICES = {
     "model": "gpt2",
@@ -40,6 +41,7 @@ CHOICES = {
     "checkpoint": "off",
     "log": "quiet",
     "cluster": "cpu",
+    "resilience": "off",
 }
 VALUES = {
     "model": ("num_layers", 8),
@@ -53,6 +55,7 @@ VALUES = {
     "checkpoint": ("keep", 7),
     "log": ("interval", 3),
     "cluster": ("nodes", 2),
+    "resilience": ("restarts", 5),
 }
 """group -> a key that the recipe sets, and its value there."""
 OF_RECIPES = [group for group in GROUPS if group != "launch"]

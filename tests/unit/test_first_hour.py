@@ -128,7 +128,7 @@ def test_first_hour_first_run_suggests_next_steps(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(local, "launch", lambda run, argv: Path("runs/mine"))
+    monkeypatch.setattr(local, "launch", lambda run, argv, injected: Path("runs/mine"))
     monkeypatch.setattr(preflight, "check", lambda *_: None)
     assert main([]) == 0
     out = capsys.readouterr().out

@@ -54,6 +54,8 @@ class Page:
     """Argument -> its description; the name `SETTINGS` stands for the rows of a configuration."""
     flags: Mapping[str, str | None] = field(default_factory=dict)
     """`-o, --output FILE` -> what it does; without a text, that of `FLAGS`."""
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    """The same for flags of tests, which no page shows."""
     first: Sequence[str] = ("settings",)
     """Completions of the first word: sources of `completion`, or words."""
     then: Sequence[str] | None = None
@@ -94,15 +96,15 @@ class Valued(click.Option):
         return texts[0] if texts else None
 
 
-def _option(spelled: str, text: str | None) -> click.Option:
+def _option(spelled: str, text: str | None, *, hidden: bool = False) -> click.Option:
     """Return the flag that a page writes as `-o, --output FILE`."""
     *names, last = spelled.split(", ")
     flag, _, metavar = last.partition(" ")
     parameter = PARAMETERS.get(flag, flag.strip("-").replace("-", "_"))
     declared = [*names, flag, parameter]
     if metavar:
-        return Valued(declared, metavar=metavar, help=text or FLAGS[flag])
-    return click.Option(declared, is_flag=True, help=text or FLAGS[flag])
+        return Valued(declared, metavar=metavar, help=text or FLAGS[flag], hidden=hidden)
+    return click.Option(declared, is_flag=True, help=text or FLAGS[flag], hidden=hidden)
 
 
 class Paged(click.Command):
@@ -112,6 +114,7 @@ class Paged(click.Command):
         # A paragraph of a page is one line of its file's text.
         paragraphs = (textwrap.fill(line, WIDTH) for line in page.help.split("\n"))
         own = [_option(spelled, text) for spelled, text in page.flags.items()]
+        own += [_option(spelled, text, hidden=True) for spelled, text in page.hidden.items()]
         super().__init__(
             name,
             params=[*own, *_shared(own), *params],

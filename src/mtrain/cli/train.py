@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mtrain import api
 from mtrain.api import Loaded, load
 from mtrain.cli.check import length_in_words
+from mtrain.cli.output import refusal
 from mtrain.config.compose.paths import program
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import MtrainError, message, say, say_page, warn
+from mtrain.errors import ConfigError, MtrainError, Problem, message, say, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
+from mtrain.units import number_of
+from mtrain.world import faults
+from mtrain.world.faults import Fault
 from mtrain.world.launchers import Launched
 
 TAKEN = "MT434"
 
 
-def train(words: list[str], *, multirun: bool, as_json: bool, debug: bool) -> int:
+def train(
+    words: list[str],
+    *,
+    multirun: bool,
+    as_json: bool,
+    restarts: str | None,
+    inject: str | None,
+    debug: bool,
+) -> int:
     """Train one configuration, or with -m every combination."""
+    words = [*words, *_restarting(restarts)]
     if multirun:
         from mtrain.cli import multirun as sweep
 
+        if inject is not None:
+            raise refusal("--inject: a sweep takes no faults", "train, without -m")
         return sweep.train(words, debug=debug, as_json=as_json)
-    return run(words, debug=debug)
+    return run(words, debug=debug, injected=_faults(inject))
 
 
-def resume(words: list[str], *, debug: bool) -> int:
+def _restarting(restarts: str | None) -> list[str]:
+    return [] if restarts is None else [f"resilience.restarts={restarts}"]
+
+
+def _faults(text: str | None) -> tuple[Fault, ...]:
+    try:
+        return () if text is None else faults.parse(text)
+    except ValueError as error:
+        raise refusal(f"--inject: {error}", "--inject FAULT@STEP[:RANK]") from None
+
+
+def resume(words: list[str], *, restarts: str | None, inject: str | None, debug: bool) -> int:
     """Train on with the configuration in a run folder, under the further words.
 
     Raises:
@@ -39,24 +66,26 @@ def resume(words: list[str], *, debug: bool) -> int:
     from mtrain.loading.checkpoints import beneath, quoted, relaid, run_file, target_of
 
     usage = f"{program()} resume runs/<name> [overrides]"
-    target, overrides = target_of(words, "resume", usage)
+    target, overrides = target_of([*words, *_restarting(restarts)], "resume", usage)
     given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
-    return run([*given, *beneath(relaid(target, overrides), overrides)], debug=debug)
+    words = [*given, *beneath(relaid(target, overrides), overrides)]
+    return run(words, debug=debug, injected=_faults(inject))
 
 
-def run(argv: list[str], *, debug: bool) -> int:
+def run(argv: list[str], *, debug: bool, injected: Sequence[Fault] = ()) -> int:
     """Train what `argv` describes; return the exit code."""
     place = torchrun.here()
     # srun with one task a machine starts no ranks: mtrain does, as torchrun would.
     if place is not None and place.one_a_machine:
-        return _as_machine(argv, place)
+        return _as_machine(argv, place, injected)
     if place is not None:
+        faults.arm(map(str, injected), place.rank)
         return _as_worker(argv, place, debug)
     composed = load(argv)
     _warn(composed)
     if stray := torchrun.unused_variable():
         warn(stray)
-    folder = api.train(composed)
+    folder = api.train(composed, injected=injected)
     # Without words this is somebody's first run.
     if not argv:
         say(*next_steps(folder))
@@ -95,18 +124,30 @@ def _warn(composed: Loaded) -> None:
             say_page(warning.render(), error=True)
 
 
-def _as_machine(argv: list[str], place: Launched) -> int:
+def _refuse_restarts(run: RunConfig, place: Launched) -> None:
+    """Refuse restarts of a run whose ranks this process does not start, or not all of them."""
+    restarts = run.resilience.restarts
+    if restarts:
+        instead = "restarts=0, and torchrun --max-restarts=N or another start of the job"
+        fix = f"resilience.{instead} with checkpoint.resume=auto"
+        detail = f"{place.launcher}, {number_of(place.size, 'task')}"
+        raise ConfigError([Problem("MT437", "resilience.restarts", restarts, detail, fix)])
+
+
+def _as_machine(argv: list[str], place: Launched, injected: Sequence[Fault]) -> int:
     """Start the ranks of this machine, as the one process that a scheduler started on it."""
     from mtrain.launching import preflight, torchrun
 
     def compose(machines: int) -> RunConfig:
         composed = load(argv, machines=machines)
+        _refuse_restarts(composed.run, place)
         ranks_here = max(1, composed.run.parallel.ranks // machines)
         preflight.check(composed.run, argv, ranks_here=ranks_here)
         _warn(composed)
         return composed.run
 
-    return torchrun.launch(place, argv, compose)
+    given = ["--inject", ",".join(map(str, injected))] if injected else []
+    return torchrun.launch(place, [*argv, *given], compose)
 
 
 def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
@@ -121,6 +162,7 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
 
     def compose() -> RunConfig:
         composed = load(argv, machine, machines=place.size // place.local_size)
+        _refuse_restarts(composed.run, place)
         if torchrun.rank() == "0":
             _warn(composed)
         return composed.run

@@ -25,6 +25,7 @@ from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import matmul, resume
+from mtrain.launching.restart import RESTARTS
 from mtrain.launching.resume import anchored as anchored
 from mtrain.launching.verdict import judge
 from mtrain.layout.grid import RankGrid
@@ -44,6 +45,7 @@ PREAMBLE = (
     "tokenizer.json",
     ERRORS,
     METRICS,
+    RESTARTS,
 )
 # Packages whose versions are recorded. megatron-core's is that of the loaded module.
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 from mtrain.config.schema.run import RunConfig
 from mtrain.launching.worker import enter
 from mtrain.train.generate.request import Questions, Request, Sampling
-from mtrain.world.rank_env import End
+from mtrain.world import faults
+from mtrain.world.faults import Fault
+from mtrain.world.rank_env import End, RankEnv
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,16 @@ class Job:
         JOBS[self.name](run, home, end, **self.arguments)
 
 
-def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> Job:
+def train_job(
+    run: RunConfig, checkpoint: Path | None, weights: Path | None, injected: Iterable[Fault] = ()
+) -> Job:
     """Return the job that trains from a checkpoint, from its weights, or from the start."""
     places = {"checkpoint": path_text(checkpoint), "weights": path_text(weights)}
-    return Job("train", {**places, "accept_changes": run.checkpoint.accept_changes})
+    more = {
+        "accept_changes": run.checkpoint.accept_changes,
+        "injected": list(map(str, injected)),
+    }
+    return Job("train", {**places, **more})
 
 
 def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
@@ -77,7 +85,9 @@ def _train(
     checkpoint: str | None,
     weights: str | None,
     accept_changes: bool,
+    injected: Sequence[str],
 ) -> None:
+    faults.arm(injected, RankEnv.here().rank)
     # run.yaml does not record this key, which concerns a single start of the run.
     resumed = run.checkpoint.model_copy(update={"accept_changes": accept_changes})
     run = run.model_copy(update={"checkpoint": resumed})

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mtrain import startup
@@ -24,14 +26,14 @@ from mtrain.launching import environment, folder, jobs, matmul
 from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job, path_text
+from mtrain.launching.restart import Attempts
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
 from mtrain.launching.warming import Warming
 from mtrain.train.generate.request import Questions, Request, Texts, Written
 from mtrain.world import launchers
+from mtrain.world.faults import Fault
 from mtrain.world.stacks import ERRORS
-
-ADVICE = "resume with checkpoint.resume=latest"
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,10 @@ class Source:
     tokenizer: Path
 
 
-def launch(run: RunConfig, argv: list[str]) -> Path:
+def launch(run: RunConfig, argv: list[str], injected: Sequence[Fault] = ()) -> Path:
     """Train `run` in local processes; return the run folder.
 
-    `preflight.check` has found no shortage.
+    `preflight.check` has found no shortage. `injected` are faults for tests.
 
     Raises:
         ConfigError, BadEnvironment, CorruptData: before any rank is started.
@@ -68,10 +70,16 @@ def launch(run: RunConfig, argv: list[str]) -> Path:
         prepared.result()
         startup.mark(startup.DATA)
         kernels.begin(prepared=True)
-        return _launched(run, chosen, argv, launch)
+        return _launched(run, chosen, argv, launch, injected)
 
 
-def _launched(run: RunConfig, chosen: folder.Plan, argv: list[str], launch: str | None) -> Path:
+def _launched(
+    run: RunConfig,
+    chosen: folder.Plan,
+    argv: list[str],
+    launch: str | None,
+    injected: Sequence[Fault],
+) -> Path:
     """Train in the planned folder, whose data is prepared."""
     run = _with_products(run, chosen.checkpoint)
     with folder.opened(run, chosen, argv, launch=launch) as owned:
@@ -83,11 +91,16 @@ def _launched(run: RunConfig, chosen: folder.Plan, argv: list[str], launch: str 
             say(run, f"importing the weights of {owned.weights}")
             ChildProcess("import", run, source=str(owned.weights), home=str(owned.folder)).result()
             owned = replace(owned, weights=owned.folder / CHECKPOINTS / folder_name(0))
-        job = jobs.train_job(run, owned.checkpoint, owned.weights)
         startup.mark(startup.FOLDER)
-        run_ranks(
-            folder.anchored(run), owned.folder, job, environment_of(run, owned.folder), ADVICE
+        attempts = Attempts(
+            folder.anchored(run),
+            owned.folder,
+            owned.checkpoint,
+            owned.weights,
+            partial(say, run),
+            injected,
         )
+        attempts.train(environment_of(run, owned.folder))
     return owned.folder
 
 

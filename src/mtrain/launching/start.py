@@ -55,23 +55,29 @@ LAUNCHER_VARIABLES = (
 
 
 def run_ranks(
-    run: RunConfig, home: Path, job: Job, environment: Mapping[str, str], advice: str = ""
+    run: RunConfig,
+    home: Path,
+    job: Job,
+    environment: Mapping[str, str],
+    supervisor: Supervisor | None = None,
 ) -> None:
     """Start one process per rank, each with `job`, and watch them to the end.
 
     Files that executed ranks read, and the records of failed ranks, go to `home`. `environment` is
-    that of each rank without the rank's own variables; `advice` is added to the text of a failure.
+    that of each rank without the rank's own variables. `supervisor` watches the ranks; None: one
+    without advice after a failure, and without records of earlier failures.
 
     Raises:
         MtrainError: the error of the first failing rank.
     """
-    errors = home / ERRORS
-    shutil.rmtree(errors, ignore_errors=True)
+    if supervisor is None:
+        errors = home / ERRORS
+        shutil.rmtree(errors, ignore_errors=True)
+        supervisor = Supervisor(errors, "")
     ranks = run.parallel.ranks
     # A fork copies unwritten output, and every rank would print it again.
     sys.stdout.flush()
     sys.stderr.flush()
-    supervisor = Supervisor(errors, advice)
     forks = may_fork(run)
     if not forks:
         _describe(run, home, job)

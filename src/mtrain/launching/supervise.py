@@ -15,7 +15,14 @@ from typing import Any
 
 from mtrain.ckpt.folder import committed
 from mtrain.config.compose.paths import CHECKPOINTS
-from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
+from mtrain.errors import (
+    BadEnvironment,
+    ConfigError,
+    CorruptData,
+    MtrainError,
+    Preempted,
+    TrainingError,
+)
 from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive
 
@@ -23,6 +30,8 @@ from mtrain.launching.worker import record_name, revive
 GRACE_S = 0.5
 # Seconds that a rank has between SIGTERM and SIGKILL
 END_S = 3.0
+# Bad input, a bad environment and damaged data stay what they are
+NOT_RESTARTED = (ConfigError.exit_code, BadEnvironment.exit_code, CorruptData.exit_code)
 
 
 @dataclass
@@ -43,6 +52,23 @@ class Ended:
         return 128 + self.signal if self.signal is not None else os.WEXITSTATUS(self.status)
 
 
+@dataclass(frozen=True)
+class Failure:
+    """The first failure among the ranks of a run."""
+
+    rank: int
+    """The rank at fault."""
+    kind: str
+    """The signal that ended it, the class of its error, or its exit code in words."""
+    text: str
+    """One line that names the rank that reports it."""
+    error: MtrainError
+    step: int
+    """The step that was being made, from 1; 0: none, or it is unknown."""
+    restart_helps: bool
+    """True unless a restart would fail for the same reason."""
+
+
 class Supervisor:
     """Waits for the processes of ranks; forwards a stop; ends all when one fails."""
 
@@ -55,7 +81,11 @@ class Supervisor:
         self.errors = errors
         self.advice = advice
         self.ended: list[Ended] = []
+        self.failure: Failure | None = None
+        """The first failure, once `wait` has raised it."""
         self.stops = 0
+        self.stopped_before = False
+        """True if a stop was requested before the first rank failed."""
         self.previous: dict[int, Any] = {}
 
     def start(self, fork: Callable[[int], int], ranks: int) -> None:
@@ -95,6 +125,7 @@ class Supervisor:
             if self.ranks:
                 self._reap_for(GRACE_S)
             failed = self._failed()
+            self.stopped_before = bool(self.stops)
         finally:
             self._end_all()
             self._restore()
@@ -107,7 +138,8 @@ class Supervisor:
         ):
             raise Preempted(self._advised("stopped on request"))
         if failed:
-            raise self._cause(failed)
+            self.failure = self._cause(failed)
+            raise self.failure.error
 
     def _restore(self) -> None:
         signals.restore(self.previous)
@@ -157,41 +189,59 @@ class Supervisor:
             if not self._reap(block=False):
                 time.sleep(0.01)
 
-    def _cause(self, failed: list[Ended]) -> MtrainError:
-        """Return the error of the first failing rank: the earliest of its own, or the death of a
-        killed process.
+    def _cause(self, failed: list[Ended]) -> Failure:
+        """Return the first failure: the death of a killed process, or the earliest of the errors
+        that are no consequence of another rank's end.
 
         torch aborts a process whose collective fails or does not end, so an abort counts only if
         there is no other cause.
         """
         records = {e.rank: self._record(e.rank) for e in failed}
         own = [r for r in records.values() if r and not r["peer_lost"]]
-        first = failed[0]
-        if records[first.rank] not in own:
-            killed = [e for e in failed if e.signal is not None and records[e.rank] is None]
-            killed.sort(key=lambda e: e.signal == signal.SIGABRT)
-            aborted = bool(killed) and killed[0].signal == signal.SIGABRT
-            if killed and not (aborted and own):
-                name = signal.Signals(killed[0].signal or 0).name
-                text = f"rank {killed[0].rank} was ended by {name}"
-                if aborted:
-                    text += (
-                        ", as torch does where a collective fails or a thread of its own does: see"
-                        " what it printed"
-                    )
-                return TrainingError(self._advised(text))
-        candidates = own or [r for r in records.values() if r]
-        if not candidates:
-            text = f"rank {first.rank} ended with exit code {first.code} and left no record"
-            return TrainingError(self._advised(text))
-        cause = min(candidates, key=lambda r: r["time"])
-        if cause["expected"]:
-            return revive(cause, f"rank {cause['rank']}: ")
+        if records[failed[0].rank] not in own:
+            silent = [e for e in failed if records[e.rank] is None]
+            silent.sort(key=lambda e: e.signal == signal.SIGABRT)
+            if silent and not (silent[0].signal == signal.SIGABRT and own):
+                steps = [r["step"] for r in records.values() if r]
+                return self._death(silent[0], max(steps, default=0))
+        cause = min(own or [r for r in records.values() if r], key=lambda r: r["time"])
+        return self._error(cause)
+
+    def _death(self, ended: Ended, step: int) -> Failure:
+        """Return the failure of a rank that left no record, while its peers made `step`."""
+        if ended.signal is None:
+            kind = f"exit code {ended.code}"
+            text = f"rank {ended.rank} ended with {kind} and left no record"
+        else:
+            kind = signal.Signals(ended.signal).name
+            text = f"rank {ended.rank} was ended by {kind}"
+        if ended.signal == signal.SIGABRT:
+            text += (
+                ", as torch does where a collective fails or a thread of its own does: see what it"
+                " printed"
+            )
+        error = TrainingError(self._advised(text))
+        helps = ended.signal is not None or ended.code not in NOT_RESTARTED
+        return Failure(ended.rank, kind, text, error, step, helps)
+
+    def _error(self, cause: dict[str, Any]) -> Failure:
+        """Return the failure that a rank recorded."""
+        rank = cause["rank"]
         summary = (cause["message"].strip().splitlines() or [""])[0]
-        text = f"rank {cause['rank']} failed first: {cause['kind']}: {summary}"
-        if self.advice:
-            text += f"; details in {self.errors / record_name(cause['rank'])}"
-        return TrainingError(self._advised(text))
+        error: MtrainError
+        if cause["expected"]:
+            error = revive(cause, f"rank {rank}: ")
+            text = f"rank {rank}: {summary}"
+        else:
+            text = f"rank {rank} failed first: {cause['kind']}: {summary}"
+            details = f"; details in {self.errors / record_name(rank)}" if self.advice else ""
+            error = TrainingError(self._advised(f"{text}{details}"))
+        at_fault = rank
+        if cause["at_fault"] is not None:
+            at_fault = cause["at_fault"]
+            text = f"rank {at_fault} holds the run up: {summary.partition('; stacks: ')[0]}"
+        helps = error.exit_code not in NOT_RESTARTED
+        return Failure(at_fault, cause["kind"], text, error, cause["step"], helps)
 
     def _advised(self, text: str) -> str:
         saved = self.advice and committed(self.errors.parent / CHECKPOINTS)

@@ -35,6 +35,7 @@ from mtrain.errors import (
 )
 from mtrain.launching.environment import Place, apply, conflicts, environment
 from mtrain.launching.limits import raise_files
+from mtrain.world.heartbeat import heartbeat
 from mtrain.world.rank_env import End, RankEnv
 
 
@@ -102,6 +103,7 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
     """Record how this rank failed, so that the launcher can find the cause."""
     body = describe(error) | {
         "rank": rank,
+        "step": heartbeat.step,
         "time": time.monotonic(),
         "traceback": "".join(traceback.format_exception(error)),
     }
@@ -230,6 +232,8 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": text,
         "exit_code": error.exit_code if isinstance(error, MtrainError) else 1,
         "expected": expected,
+        # The ranks that wait for one that hangs report it, and none of them is at fault.
+        "at_fault": getattr(error, "rank", None),
         "peer_lost": not expected and is_peer_lost(text),
         "problems": [{**asdict(p), "value": show(p.value)} for p in problems],
     }

@@ -28,6 +28,7 @@ from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.checkpoints import Checkpoints
 from mtrain.train.hooks.evaluation import Evaluation
 from mtrain.train.hooks.graphs import Graphs
+from mtrain.train.hooks.injected import Injected
 from mtrain.train.hooks.memory import Memory
 from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.hooks.planned import Planned
@@ -39,6 +40,7 @@ from mtrain.train.hooks.tokenizer import KeepTokenizer
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import StopRequest
 from mtrain.train.loop.trainer import Trainer
+from mtrain.world import faults
 from mtrain.world.init import World, joined
 from mtrain.world.rank_env import End
 from mtrain.world.stacks import ERRORS
@@ -140,6 +142,8 @@ def run_hooks(
         hooks.insert(0, Profile(folder, run.trainer.profile_step, run.trainer.profile_ranks))
     if run.trainer.cuda_graph_impl == "transformer_engine":
         hooks.append(Graphs(run))
+    if faults.armed():
+        hooks.append(Injected())
     return hooks
 
 

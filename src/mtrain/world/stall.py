@@ -89,6 +89,8 @@ class Finding:
     observer: int
     number: int
     """The number of findings in this stall, including this one."""
+    rank: int | None = None
+    """The straggler; None: there are several, or it is unknown."""
 
     def text(self) -> str:
         """Return the finding as JSON."""
@@ -126,10 +128,7 @@ def name_straggler(known: Mapping[int, Status], silent: set[int], size: int) -> 
         )
     busy = {rank for rank, status in known.items() if not status.waits}
     lacking = awaited(known)
-    suspects = busy or set(known)
-    suspects = (suspects & lacking.keys()) or suspects
-    fewest = min(known[rank].count for rank in suspects)
-    stragglers = [known[rank] for rank in sorted(suspects) if known[rank].count == fewest]
+    stragglers = [known[rank] for rank in _behind(known, busy, lacking)]
     first = stragglers[0]
     if len(stragglers) == size > 1 and not busy:
         return f"every rank waits for the others, in {first.phase}"
@@ -140,6 +139,22 @@ def name_straggler(known: Mapping[int, Status], silent: set[int], size: int) -> 
     else:
         why = ""
     return f"{_who(stragglers)} {verb} behind, in {first.phase}, at {first.place}{why}"
+
+
+def straggler_of(known: Mapping[int, Status], silent: set[int], size: int) -> int | None:
+    """Return the rank that `name_straggler` names; None: it names several."""
+    ranks = [rank for rank in range(size) if rank not in known] or sorted(silent)
+    if not ranks:
+        busy = {rank for rank, status in known.items() if not status.waits}
+        ranks = _behind(known, busy, awaited(known))
+    return ranks[0] if len(ranks) == 1 else None
+
+
+def _behind(known: Mapping[int, Status], busy: set[int], lacking: Mapping[int, Lack]) -> list[int]:
+    suspects = busy or set(known)
+    suspects = (suspects & lacking.keys()) or suspects
+    fewest = min(known[rank].count for rank in suspects)
+    return [rank for rank in sorted(suspects) if known[rank].count == fewest]
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,9 @@ class Watchdog:
                 f"no progress for {finding.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}):"
                 f" {finding.straggler}; stacks: {files}{self._advice()}"
             )
-            self.end(TrainingError(text), speaks)
+            error = TrainingError(text)
+            error.rank = finding.rank
+            self.end(error, speaks)
 
     def _advice(self) -> str:
         """Return the advice to resume; empty where this run has saved no checkpoint."""
@@ -185,9 +187,10 @@ class Watchdog:
             f"{env.server}, which serves the store of all ranks, gives no sign of life (stopped or"
             " dead)"
         )
-        return Finding(
-            self.idle_s, finding.straggler if finding else straggler, first, 0
-        ), rank == first
+        found = Finding(self.idle_s, straggler, first, 0, None if env.launcher_serves else 0)
+        if finding is not None:
+            found = replace(found, straggler=finding.straggler, rank=finding.rank)
+        return found, rank == first
 
     def _write_stacks(self, finding: Finding) -> None:
         title = (
@@ -295,7 +298,8 @@ class Wire:
         }
         number = self.finding.number + 1 if self.finding else 1
         straggler = stall.name_straggler(known, silent, self.world.size)
-        return Finding(stall.idle_s(known, silent), straggler, self.world.rank, number)
+        behind = stall.straggler_of(known, silent, self.world.size)
+        return Finding(stall.idle_s(known, silent), straggler, self.world.rank, number, behind)
 
     def _recover(self, store: Store) -> None:
         """End the stall on this rank; the observer makes way for the next stall's."""

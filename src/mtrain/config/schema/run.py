@@ -24,6 +24,7 @@ from mtrain.config.schema.parallel import (
 )
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.precision import PrecisionConfig, UnresolvedPrecision
+from mtrain.config.schema.resilience import ResilienceConfig
 from mtrain.config.schema.trainer import TrainerConfig, UnresolvedTrainer
 
 GROUPS = (
@@ -39,6 +40,7 @@ GROUPS = (
     "log",
     "cluster",
     "launch",
+    "resilience",
 )
 
 
@@ -89,6 +91,9 @@ class UnresolvedRun(Section):
     )
     launch: Annotated[LaunchConfig, Key(effect=Effect.RUNTIME)] = Field(
         default_factory=LaunchConfig
+    )
+    resilience: Annotated[ResilienceConfig, Key(effect=Effect.RUNTIME)] = Field(
+        default_factory=ResilienceConfig
     )
     recipe: RecipeConfig = Field(default_factory=RecipeConfig)
 
@@ -141,10 +146,11 @@ class UnresolvedRun(Section):
         return self.model_copy(update={"launch": LaunchConfig()})
 
     def digest(self) -> str:
-        """Return the sha256 of the canonical JSON of all keys, without resumption, the launcher
-        and the recipe's metadata.
+        """Return the sha256 of the canonical JSON of all keys, without resumption, restarts, the
+        launcher and the recipe's metadata.
         """
-        keys = {k: v for k, v in self.recorded().flat().items() if not k.startswith("launch.")}
+        apart = ("launch.", "resilience.")
+        keys = {k: v for k, v in self.recorded().flat().items() if not k.startswith(apart)}
         # Sorted: the digest must not change when keys of the schema change places.
         text = json.dumps(keys, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,23 @@
+"""The section `resilience`: how a run survives a failure."""
+
+from typing import Annotated
+
+from mtrain.config.schema.base import Key, NonNegativeInt, PositiveFloat, Section
+
+
+class ResilienceConfig(Section):
+    """`resilience`: restarts of a failed run. No key changes a number, and none is part of the
+    digest.
+    """
+
+    restarts: Annotated[NonNegativeInt, Key(aka="max_restarts")] = 0
+    """Restarts of a run whose ranks fail, each from the newest checkpoint; `--restarts N` sets it.
+    A run ends earlier after 3 restarts in a row without a new step. Bad input, a bad environment,
+    damaged data and a stop on request restart nothing. Only for the ranks of one machine.
+    """
+    restart_window: Annotated[
+        PositiveFloat | None, Key(when="resilience.restarts>0", unit="minutes")
+    ] = None
+    """Minutes over which `restarts` is counted: a run ends if it would restart more often within
+    any such period. null: from the start of the run.
+    """

@@ -1,0 +1,207 @@
+"""Restarts of a local run: after a failure its ranks start again, in the same run folder, from the
+newest committed checkpoint.
+
+The launcher has no state of the run but the furthest step, so a restart costs what a resume costs,
+without the imports. A step counts as reached once its line is in `metrics.jsonl`, or once a rank
+that recorded its end was in a later one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.ckpt import folder as ckpt_folder
+from mtrain.config.compose.paths import CHECKPOINTS
+from mtrain.config.schema.run import RunConfig
+from mtrain.errors import MtrainError, Preempted, TrainingError, warn
+from mtrain.launching import jobs, resume
+from mtrain.launching.start import run_ranks
+from mtrain.launching.supervise import Failure, Supervisor
+from mtrain.plan.compare import METRICS
+from mtrain.units import number_of
+from mtrain.world import faults
+from mtrain.world.faults import Fault
+from mtrain.world.stacks import ERRORS
+
+# The file of a run folder with one line of JSON per restart
+RESTARTS = "restarts.jsonl"
+# Restarts in a row without a new step after which a run ends
+FUTILE = 3
+ADVICE = "resume with checkpoint.resume=latest"
+# Bytes at the end of metrics.jsonl that hold its newest lines
+TAIL = 1 << 16
+MINUTE = 60.0
+
+
+@dataclass
+class Attempts:
+    """The starts of a run's ranks."""
+
+    run: RunConfig
+    home: Path
+    checkpoint: Path | None
+    """The checkpoint that the next start begins with."""
+    weights: Path | None
+    say: Callable[[str], None]
+    injected: Sequence[Fault] = ()
+    clock: Callable[[], float] = time.monotonic
+    times: list[float] = field(default_factory=list)
+    """The times of the restarts so far."""
+    furthest: int = 0
+    """The last step that any start has made."""
+    futile: list[Failure] = field(default_factory=list)
+    """The failures since the last start that made a new step, and the failure of that start."""
+
+    def train(self, environment: Mapping[str, str]) -> None:
+        """Train to the end, with as many restarts as `resilience` allows.
+
+        Raises:
+            MtrainError: the first error since the last new step, if no restart is left or would
+                help.
+            Preempted: stopped on request, also between two starts.
+        """
+        errors = self.home / ERRORS
+        shutil.rmtree(errors, ignore_errors=True)
+        self.furthest = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        while True:
+            supervisor = Supervisor(errors, ADVICE)
+            job = jobs.train_job(self.run, self.checkpoint, self.weights, self.injected)
+            try:
+                run_ranks(self.run, self.home, job, environment, supervisor)
+                return
+            except MtrainError as error:
+                failure = supervisor.failure
+                if failure is None or not failure.restart_helps or supervisor.stopped_before:
+                    raise
+                self._again(failure)
+                if supervisor.stops:
+                    raise Preempted(f"stopped on request after a failure: {error}") from None
+
+    def _again(self, failure: Failure) -> None:
+        """Prepare the next start.
+
+        Raises:
+            MtrainError: there is none.
+        """
+        reached = max(self.furthest, _last_step(self.home / METRICS), failure.step - 1)
+        if reached > self.furthest:
+            self.futile.clear()
+        self.furthest = reached
+        self.futile.append(failure)
+        self._refuse()
+        root = self.home / CHECKPOINTS
+        with suppress(OSError):
+            ckpt_folder.sweep(root)
+        self.checkpoint = resume.newest(self.home, []) or self.checkpoint
+        self.times.append(self.clock())
+        self.injected = faults.left(self.injected, max(failure.step, reached))
+        self._record(failure, _put_aside(self.home / ERRORS, len(self.times)))
+
+    def _refuse(self) -> None:
+        """Raise the first error since the last new step if no restart is left."""
+        limit = self.run.resilience.restarts
+        first = self.futile[0]
+        if not limit:
+            raise first.error
+        window = self.run.resilience.restart_window
+        since = None if window is None else self.clock() - window * MINUTE
+        recent = len([at for at in self.times if since is None or at > since])
+        if len(self.futile) > FUTILE:
+            why = f"{FUTILE} restarts made no step after step {self.furthest}"
+        elif recent >= limit:
+            period = "" if window is None else f" within {window:g} minutes"
+            why = f"all {limit} restarts (resilience.restarts){period} are used"
+        else:
+            return
+        text = str(first.error)
+        if len(self.futile) > 1:
+            number = len(self.times) - len(self.futile) + 2
+            errors = self.home / ERRORS
+            text = text.replace(str(errors), str(_aside(errors, number)))
+        raise TrainingError(text, f"  not restarted: {why}") from None
+
+    def _record(self, failure: Failure, records: Path) -> None:
+        """Report a restart in one line, and note it in the run folder."""
+        number = len(self.times)
+        step = failure.step or self.furthest + 1
+        begun = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        lost = max(0, self.furthest - begun)
+        body = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "restart": number,
+            "of": self.run.resilience.restarts,
+            "rank": failure.rank,
+            "kind": failure.kind,
+            "error": failure.text,
+            "step": step,
+            "checkpoint": None if self.checkpoint is None else _named(self.checkpoint, self.home),
+            "steps_lost": lost,
+            "records": str(records.relative_to(self.home)),
+        }
+        try:
+            with (self.home / RESTARTS).open("a", encoding="utf-8") as file:
+                file.write(strict_json.dumps(body) + "\n")
+        except OSError as error:
+            warn(f"{self.home / RESTARTS} cannot be written: {error.strerror}")
+        text = failure.text.removesuffix(f"; {ADVICE}")
+        earlier = self.futile[:-1]
+        if earlier and _is_same(earlier[-1], failure):
+            text = f"rank {failure.rank} failed alike"
+        origin = "the beginning" if self.checkpoint is None else self.checkpoint.name
+        self.say(
+            f"restart {number} of {self.run.resilience.restarts}: {text} (step {step}); continuing"
+            f" from {origin}, {number_of(lost, 'step')} lost"
+        )
+
+
+def _named(path: Path, home: Path) -> str:
+    """Return a path relative to the run folder, if it is in there."""
+    return str(path.relative_to(home) if path.is_relative_to(home) else path)
+
+
+def _is_same(one: Failure, other: Failure) -> bool:
+    return (one.rank, one.kind, one.step) == (other.rank, other.kind, other.step)
+
+
+def _aside(errors: Path, number: int) -> Path:
+    """Return the folder of the records before restart `number`."""
+    return errors / f"restart_{number}"
+
+
+def _put_aside(errors: Path, number: int) -> Path:
+    """Move the records of a failed start into a folder of its own, and return it."""
+    folder = _aside(errors, number)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in [path for path in errors.iterdir() if path.is_file()]:
+            os.replace(file, folder / file.name)
+    return folder
+
+
+def _last_step(metrics: Path) -> int:
+    """Return the last step of a metrics file; 0 if it has none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    return max(map(_step_of, lines), default=0)
+
+
+def _step_of(text: bytes) -> int:
+    try:
+        line: dict[str, Any] = json.loads(text)
+        return int(line["step"]) if "lr" in line else 0
+    except (ValueError, TypeError, KeyError):  # the end of a longer line, or a line cut short
+        return 0

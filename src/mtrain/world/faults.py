@@ -1,0 +1,118 @@
+"""Faults on purpose, for tests: `--inject FAULT@STEP[:RANK]` has a rank fail while it makes a step.
+
+A kind of fault is one entry of `KINDS`: the moment at which a rank does it, and what it does. The
+code that passes a moment calls `reach`. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mtrain.world.heartbeat import heartbeat
+
+FORWARD = "forward"
+BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault."""
+
+    moment: str
+    """The moment of a step at which it happens, as `reach` names it."""
+    act: Callable[[], None]
+    """The fault itself."""
+
+
+def _send(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _raise() -> None:
+    raise RuntimeError("injected fault")
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _run_out_of_memory() -> None:
+    raise MemoryError
+
+
+KINDS = {
+    "kill": Kind(FORWARD, _send(signal.SIGKILL)),
+    "kill_backward": Kind(BACKWARD, _send(signal.SIGKILL)),
+    "raise": Kind(FORWARD, _raise),
+    "hang": Kind(FORWARD, _hang),
+    "stop": Kind(FORWARD, _send(signal.SIGSTOP)),
+    "oom": Kind(FORWARD, _run_out_of_memory),
+    "exit": Kind(FORWARD, lambda: os._exit(1)),
+}
+ALWAYS = "always:"
+FORM = re.compile(rf"({ALWAYS})?([a-z_]+)@(\d+)(?::(\d+))?")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of one rank in one step."""
+
+    kind: str
+    """A key of `KINDS`."""
+    step: int
+    """The step during which it happens, from 1."""
+    rank: int = 0
+    always: bool = False
+    """True if it happens each time that the step is made, also after a restart."""
+
+    def __str__(self) -> str:
+        return f"{ALWAYS if self.always else ''}{self.kind}@{self.step}:{self.rank}"
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """Return the faults of a text such as `kill@5:1` or `always:raise@3,exit@9`; without a rank,
+    rank 0 fails.
+
+    Raises:
+        ValueError: names the part that is no fault.
+    """
+    return tuple(map(_parsed, text.split(",")))
+
+
+def _parsed(text: str) -> Fault:
+    found = FORM.fullmatch(text)
+    if found is None or found[2] not in KINDS or not int(found[3]):
+        raise ValueError(f"{text} is no fault; faults are {', '.join(KINDS)}, at steps from 1")
+    return Fault(found[2], int(found[3]), int(found[4] or 0), always=bool(found[1]))
+
+
+def left(faults: Iterable[Fault], step: int) -> tuple[Fault, ...]:
+    """Return the faults that may still happen in a run that failed while it made `step`."""
+    return tuple(fault for fault in faults if fault.always or fault.step > step)
+
+
+_armed: list[Fault] = []
+
+
+def arm(texts: Iterable[str], rank: int) -> None:
+    """Have this process, of `rank`, do its faults among those that `str` of them describes."""
+    _armed[:] = (fault for fault in map(_parsed, texts) if fault.rank == rank)
+
+
+def armed() -> bool:
+    """Return whether this process has a fault to do."""
+    return bool(_armed)
+
+
+def reach(moment: str) -> None:
+    """Do the fault of this moment of the current step, if there is one."""
+    for fault in _armed:
+        kind = KINDS[fault.kind]
+        if kind.moment == moment and fault.step == heartbeat.step:
+            kind.act()

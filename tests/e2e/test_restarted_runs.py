@@ -1,0 +1,266 @@
+"""Runs whose ranks fail and that continue by themselves: who is named, where they end, and what is
+left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.commands import SMALL, metrics, wait_for
+from tests.support.covering import some
+from tests.support.launched import Launched, as_rank, free_port, mtrain
+from tests.support.patience import patient, slowness
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 6
+RUN = (
+    *SMALL,
+    "parallel=tp2",
+    f"trainer.train_iters={STEPS}",
+    "checkpoint.save_interval=2",
+    "log.name=run",
+)
+# A fault in step 4, and the error that names its rank
+FAULTS = {
+    "kill@4:1": "rank 1 was ended by SIGKILL",
+    "kill@4:0": "rank 0 was ended by SIGKILL",
+    "kill_backward@4:1": "rank 1 was ended by SIGKILL",
+    "raise@4:1": "rank 1 failed first: RuntimeError: injected fault",
+    "exit@4:1": "rank 1 ended with exit code 1 and left no record",
+    "hang@4:1": "rank 1 holds the run up: no progress",
+    "stop@4:1": "rank 1 holds the run up: no progress",
+    "stop@4:0": "rank 0 holds the run up: no progress",
+}
+HANGS = ("hang", "stop")
+
+
+def restarts(run: Path) -> list[dict[str, Any]]:
+    """Return the restarts that a run folder notes."""
+    path = run / "restarts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def result(run: Path, steps: int = STEPS) -> dict[str, Any]:
+    """Return the hashes of everything that the ranks saved after the last step, and the numbers of
+    every step.
+    """
+    manifest = json.loads((run / f"checkpoints/step_{steps:08d}/manifest.json").read_text())
+    state = {k: v for k, v in manifest["state"].items() if k != "digest"}
+    files = manifest["files"].items()
+    keys = ("step", "loss", "grad_norm", "lr", "samples")
+    return {
+        "shards": {n: f["header_sha256"] for n, f in files if n.startswith("rank_")},
+        "state": state,
+        "steps": [tuple(line[key] for key in keys) for line in metrics(run)],
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the result of a run without faults."""
+    home = tmp_path_factory.mktemp("whole")
+    done = mtrain(*RUN, cwd=home)
+    assert done.returncode == 0, done.stderr
+    return result(home / "runs/run")
+
+
+@pytest.mark.parametrize("fault", some(FAULTS, ["kill@4:0"]))
+def test_restarted_run_ends_bitwise_like_undisturbed(
+    fault: str, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    words = [*RUN, "--restarts", "2", "--inject", fault]
+    if fault.startswith(HANGS):
+        soft_s = 1.5 * slowness()
+        words += [f"trainer.soft_timeout_s={soft_s}", f"trainer.timeout_s={2 * soft_s}"]
+    done = mtrain(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (noted,) = restarts(tmp_path / "runs/run")
+    assert noted["error"].startswith(FAULTS[fault])
+    assert noted["rank"] == int(fault[-1])
+    assert (noted["step"], noted["checkpoint"]) == (4, "checkpoints/step_00000002")
+    assert f"restart 1 of 2: {FAULTS[fault]}" in done.stdout
+    assert "(step 4); continuing from step_00000002, 1 step lost" in done.stdout
+    assert result(tmp_path / "runs/run") == undisturbed
+
+
+@pytest.mark.full
+def test_restarted_run_without_checkpoint_begins_again(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    done = mtrain(*RUN, "--restarts", "1", "--inject", "kill@2:1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "(step 2); continuing from the beginning, 1 step lost" in done.stdout
+    assert result(tmp_path / "runs/run") == undisturbed
+
+
+def test_restarted_run_in_a_loop_ends_with_first_error(tmp_path: Path) -> None:
+    words = [*RUN, "--restarts", "9", "--inject", "always:raise@2:1"]
+    done = mtrain(*words, cwd=tmp_path)
+    assert done.returncode == 5
+    assert done.stdout.count("injected fault") == 1
+    assert done.stdout.count("rank 1 failed alike") == 2
+    details = "runs/run/errors/restart_1/rank_00001.json"
+    assert done.stderr.splitlines() == [
+        f"rank 1 failed first: RuntimeError: injected fault; details in {details}",
+        "  not restarted: 3 restarts made no step after step 1",
+    ]
+    assert (tmp_path / details).is_file()
+    assert [line["restart"] for line in restarts(tmp_path / "runs/run")] == [1, 2, 3]
+
+
+def test_restarted_run_never_after_environment_fault(tmp_path: Path) -> None:
+    done = mtrain(*RUN, "--restarts", "9", "--inject", "always:oom@2:1", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "rank 1: this process got no more memory" in done.stderr
+    assert not restarts(tmp_path / "runs/run")
+
+
+def _damaged() -> None:
+    """Damage the newest checkpoint at each restart."""
+    from mtrain.launching.restart import Attempts
+
+    record = Attempts._record
+
+    def damaging(self: Attempts, *args: Any) -> None:
+        assert self.checkpoint is not None
+        file = self.checkpoint / "rank_00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        record(self, *args)
+
+    Attempts._record = damaging  # type: ignore[method-assign]
+
+
+@pytest.mark.full
+def test_restarted_run_never_after_damage(tmp_path: Path) -> None:
+    words = [*RUN, "--restarts", "9", "--inject", "kill@4"]
+    run = Launched(*words, cwd=tmp_path, patch=_damaged)
+    assert run.wait() == 4, run.said
+    assert "step_00000002/rank_00001.safetensors" in run.said
+    assert len(restarts(tmp_path / "runs/run")) == 1
+
+
+def _stopped(number: signal.Signals, owner: str, method: str) -> Callable[[], None]:
+    """Return a patch with which the launcher gets a signal before a method of the supervision."""
+
+    def patch() -> None:
+        from mtrain.launching import restart
+
+        kind = getattr(restart, owner)
+        real = getattr(kind, method)
+
+        def stopping(self: Any, *args: Any) -> Any:
+            os.kill(os.getpid(), number)
+            return real(self, *args)
+
+        setattr(kind, method, stopping)
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("number", "owner", "method", "code"),
+    [
+        (signal.SIGTERM, "Attempts", "_record", 75),
+        pytest.param(signal.SIGINT, "Attempts", "_record", 130, marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, "Supervisor", "_end_all", 75, marks=pytest.mark.full),
+    ],
+)
+def test_restarted_run_stopped_between_starts_is_resumable(
+    number: signal.Signals, owner: str, method: str, code: int, tmp_path: Path
+) -> None:
+    words = [*RUN, "--restarts", "9", "--inject", "kill@4:1"]
+    run = Launched(*words, cwd=tmp_path, patch=_stopped(number, owner, method))
+    assert run.wait() == code, run.said
+    assert "resumed from" not in run.said
+    done = mtrain(*RUN, "checkpoint.resume=latest", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 2," in done.stdout
+
+
+@pytest.mark.full
+def test_restarted_run_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+    words = [*RUN, "trainer.train_iters=100000", "--restarts", "1", "--inject", "kill@2"]
+    run = Launched(*words, cwd=tmp_path)
+    wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 5 or run.poll() is not None)
+    ranks = run.ranks()
+    assert len(ranks) == 2, run.said
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=patient(30))
+    assert not alive
+
+
+def _counting() -> None:
+    """Write the launcher's descriptors, threads and children, and shared memory, at each
+    restart.
+    """
+    from mtrain.launching.restart import Attempts
+
+    record = Attempts._record
+
+    def counted(self: Attempts, *args: Any) -> None:
+        record(self, *args)
+        own = psutil.Process()
+        counts = (own.num_fds(), own.num_threads(), len(own.children(recursive=True)))
+        shared = len(os.listdir("/dev/shm"))
+        with Path("counts").open("a") as file:
+            file.write(json.dumps([*counts, shared]) + "\n")
+
+    Attempts._record = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2pp2", "dp4"])
+def test_restarted_run_names_every_killed_rank_and_leaks_nothing(
+    layout: str, tmp_path: Path
+) -> None:
+    kills = 20
+    dice = random.Random(kills)
+    planned = [
+        (dice.choice(("kill", "kill_backward")), step, dice.randrange(4))
+        for step in range(1, kills + 1)
+    ]
+    inject = ",".join(f"{kind}@{step}:{rank}" for kind, step, rank in planned)
+    words = [*RUN, f"parallel={layout}", f"trainer.train_iters={kills}"]
+    words += ["checkpoint.save_interval=1", "--restarts", str(kills), "--inject", inject]
+    run = Launched(*words, cwd=tmp_path, patch=_counting)
+    assert run.wait(300) == 0, run.said
+    noted = restarts(tmp_path / "runs/run")
+    found = [(line["kind"], line["step"], line["rank"]) for line in noted]
+    assert found == [("SIGKILL", step, rank) for _, step, rank in planned]
+    counts = [json.loads(line) for line in (tmp_path / "counts").read_text().splitlines()]
+    assert len(counts) == kills
+    assert counts[0][1:3] == [1, 0]
+    # other processes of the machine may use shared memory, too
+    assert [count[:3] for count in counts] == [counts[0][:3]] * kills
+    assert counts[-1][3] <= counts[0][3] + 4
+
+
+def test_restarted_run_of_another_launcher_is_refused(tmp_path: Path) -> None:
+    environment = as_rank(0, 1, free_port(), LOCAL_RANK="0")
+    words = [*RUN, "parallel=tp1", "--restarts", "2"]
+    run = Launched(*words, cwd=tmp_path, environment=environment)
+    assert run.wait() == 2, run.said
+    assert "error[MT437] resilience.restarts=2" in run.said
+    assert "torchrun --max-restarts=N" in run.said
+
+
+def test_restarted_run_faults_are_no_setting(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("inject: kill@3\n")
+    refused = mtrain("check", "recipe=mine.yaml", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "inject" in refused.stderr
+    assert "--inject" not in mtrain("train", "--help", cwd=tmp_path).stdout
+    wrong = mtrain("--inject", "melt@3", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "melt@3 is no fault" in wrong.stderr
