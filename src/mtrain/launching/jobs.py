@@ -12,6 +12,9 @@ from mtrain.launching.worker import enter
 from mtrain.train.generate.request import Questions, Request, Sampling
 from mtrain.world.rank_env import End
 
+# The name of the job that trains, whose folder is a run's
+TRAIN = "train"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -29,7 +32,7 @@ class Job:
 def train_job(run: RunConfig, checkpoint: Path | None, weights: Path | None) -> Job:
     """Return the job that trains from a checkpoint, from its weights, or from the start."""
     places = {"checkpoint": path_text(checkpoint), "weights": path_text(weights)}
-    return Job("train", {**places, "accept_changes": run.checkpoint.accept_changes})
+    return Job(TRAIN, {**places, "accept_changes": run.checkpoint.accept_changes})
 
 
 def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
@@ -172,7 +175,7 @@ def _path(text: str | None) -> Path | None:
 # Name -> the function that a rank runs, called with the run, its folder, the function that ends the
 # process, and the arguments.
 JOBS: dict[str, Callable[..., None]] = {
-    "train": _train,
+    TRAIN: _train,
     "observe": _observe,
     "observe_masks": _observe_masks,
     "generate": _generate,

@@ -20,6 +20,7 @@ from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits, same_data
 from mtrain.errors import BadEnvironment, CorruptData
+from mtrain.goodput.meter import SAVING
 from mtrain.models.registry import probed
 from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.train.assemble import assemble, named_tokenizer, splits_of
@@ -28,6 +29,7 @@ from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.checkpoints import Checkpoints
 from mtrain.train.hooks.evaluation import Evaluation
 from mtrain.train.hooks.graphs import Graphs
+from mtrain.train.hooks.life import Life, life_of
 from mtrain.train.hooks.memory import Memory
 from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.hooks.planned import Planned
@@ -84,20 +86,23 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                 kernels = run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})
                 run = run.model_copy(update={"kernels": kernels})
             use_measured(run, world)
-            splits = splits_of(run, paths.checkpoint or paths.weights)
-            errors = paths.folder / ERRORS
-            with watching(run, world, errors, end):
-                context = assemble(run, world, splits)
-                context.stop = stop
-                startup.mark(startup.BUILDING)
-                progress = Progress(run, speaks=world.is_rank0)
-                _begin(context, splits, paths, progress)
-                trainer = Trainer(context, run_hooks(run, splits, paths, progress, writer))
-                _introduce(context, splits, progress)
-                trainer.fit()
-            # The run is saved: a rank that hangs from here on ends without an error.
-            with watching(run, world, errors, end_after_run):
-                trainer.hooks.call("after_run", context)
+            progress = Progress(run, speaks=world.is_rank0)
+            with life_of(paths.folder, world, progress) as meter:
+                splits = splits_of(run, paths.checkpoint or paths.weights)
+                errors = paths.folder / ERRORS
+                with watching(run, world, errors, end):
+                    context = assemble(run, world, splits)
+                    context.stop = stop
+                    context.meter = meter
+                    startup.mark(startup.BUILDING)
+                    _begin(context, splits, paths, progress)
+                    trainer = Trainer(context, run_hooks(run, splits, paths, progress, writer))
+                    _introduce(context, splits, progress)
+                    trainer.fit()
+                meter.done = True
+                # The run is saved: a rank that hangs from here on ends without an error.
+                with watching(run, world, errors, end_after_run):
+                    trainer.hooks.call("after_run", context)
     except RanksApart:
         return False
     return True
@@ -122,6 +127,7 @@ def run_hooks(
     folder = paths.folder
     metrics = Metrics(folder)
     checkpoints = Checkpoints(folder / CHECKPOINTS, progress, splits.describe(), writer)
+    checkpoints.cause = SAVING
     # Whatever may end a run comes after the checkpoints, so it loses no step.
     hooks: list[Hook] = [
         KeepTokenizer(folder, splits, named_tokenizer(run, paths.checkpoint or paths.weights)),
@@ -129,6 +135,7 @@ def run_hooks(
         progress,
         checkpoints,
         Evaluation(metrics, progress, splits.unigram_entropy_nats),
+        Life(),
         Memory(folder),
         Startup(folder, progress),
         Planned(folder, progress),
@@ -187,7 +194,7 @@ def _resume(context: TrainContext, path: Path, splits: Splits, progress: Progres
     def restore(checkpoint: Checkpoint) -> bool:
         saved = checkpoint.state.get("data")
         if saved is not None and not run.checkpoint.accept_changes:
-            same_data(saved, splits.describe())
+            same_data(saved, splits.describe(), writer)
         return ckpt_state.load(checkpoint, context.world, state, seed=run.trainer.seed)
 
     checkpoint, restored = _load(context, path, restore)
