@@ -53,14 +53,14 @@ class Owner:
     @classmethod
     def me(cls) -> Owner:
         """Return this process."""
-        return cls(platform.node(), os.getpid(), _boot(), _started(os.getpid()))
+        return cls(platform.node(), os.getpid(), boot_id(), _started(os.getpid()))
 
     @property
     def is_gone(self) -> bool:
         """Return whether it has certainly ended; other machines' processes are unknown."""
         if self.host != platform.node():
             return False
-        return self.boot != _boot() or _started(self.pid) != self.started
+        return self.boot != boot_id() or _started(self.pid) != self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -149,6 +149,12 @@ def is_shared(descriptor: int) -> bool:
     return False
 
 
+def is_named(path: Path) -> bool:
+    """Return whether an owner's file stands in for a lock on `path`, of a process that may run."""
+    owner = _read(path.with_name(path.name + SUFFIX))
+    return owner is not None and not owner.is_gone
+
+
 def _report(path: Path, error: OSError) -> Path:
     """Return the owner's file that stands in for a lock on `path`, and report once that it does."""
     file = path.with_name(path.name + SUFFIX)
@@ -226,7 +232,8 @@ def _taken_over(file: Path, gone: Owner) -> bool:
 
 
 @cache
-def _boot() -> str:
+def boot_id() -> str:
+    """Return the id of this machine's boot; empty if the system does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -17,6 +17,8 @@ from mtrain import strict_json, units
 
 VARIABLE = "MTRAIN_STARTUP"
 """The parts so far, as JSON: the clock at the beginning, then the name and the end of each part."""
+SUBMITTED = "MTRAIN_SUBMITTED"
+"""The time at which `submit` gave the job to its scheduler, seconds of the epoch."""
 LEAST_S = 0.05
 """Parts shorter than this are left out of the line, and not of the file."""
 

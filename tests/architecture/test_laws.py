@@ -32,6 +32,7 @@ LAYERS = {
     "clusters": 2,
     "recipes": 2,
     "models": 2,
+    "goodput": 3,
     "plan": 3,
     "devices": 4,
     "mcore": 5,

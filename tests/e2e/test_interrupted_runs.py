@@ -91,9 +91,40 @@ def test_interrupted_run_killed_rank_resumes_bitwise(
     assert f"rank {victim} was ended by SIGKILL" in output
 
     done = mtrain(*RUN, "checkpoint.resume=latest", cwd=tmp_path)
+    lived_s = time.monotonic() - process.began
     assert done.returncode == 0, done.stderr
     assert _losses(run) == _losses(uninterrupted)
     assert _shards(run) == _shards(uninterrupted)
+    ends = _accounted(run, lived_s)
+    assert ends == [("failed", f"rank {victim} was ended by SIGKILL"), ("finished", "")]
+    assert "goodput " in done.stdout
+
+
+def _accounted(run: Path, lived_s: float) -> list[tuple[str, str]]:
+    """Compare the life of a run with what was measured outside; return how its attempts ended."""
+    life = json.loads((run / "goodput.json").read_text())
+    assert abs(lived_s - life["wall_s"]) < max(0.01 * lived_s, patient(0.2))
+    assert sum(life["seconds"].values()) == pytest.approx(life["wall_s"], abs=0.01)
+    assert life["step"] == STEPS
+    assert life["steps"] - life["steps_again"] == STEPS
+    assert all(life["seconds"][cause] > 0 for cause in ("stepping", "saving", "loading", "down"))
+    return [(attempt["end"], attempt["why"]) for attempt in life["attempts"]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [0, 20])
+def test_interrupted_run_killed_launcher_leaves_an_account(steps: int, tmp_path: Path) -> None:
+    process = Launched(*RUN, cwd=tmp_path)
+    run = tmp_path / "runs/run"
+    wait_for(lambda: len(metrics(run)) > steps or process.poll() is not None)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(30)
+    assert not (run / "goodput.json").exists()
+    again = Launched(*RUN, "checkpoint.resume=latest", cwd=tmp_path)
+    again.wait(60)
+    lived_s = time.monotonic() - process.began
+    assert again.returncode == 0, again.said
+    assert _accounted(run, lived_s) == [("killed", ""), ("finished", "")]
 
 
 def test_interrupted_run_stop_saves_and_resume_continues(

@@ -82,6 +82,8 @@ def test_whole_run_leaves_documented_files(trained: Path) -> None:
         "env.json",
         "startup.json",
         "memory.json",
+        "life.jsonl",
+        "goodput.json",
         "tokenizer.json",
     } <= {p.name for p in trained.iterdir()}
 

@@ -38,6 +38,7 @@ STUBS = {
     "sbatch": """
         echo "sbatch: $1"
         echo "$1" >> "$HERE/sbatch"
+        echo "$MTRAIN_SUBMITTED" > "$HERE/submitted"
         if [ "$1" = "--test-only" ] && [ -n "${REFUSAL:-}" ]; then echo "$REFUSAL"; exit 1; fi
     """,
 }
@@ -223,6 +224,8 @@ def test_clusters_submit_asks_before_it_submits(
     words = (tmp_path / "sbatch").read_text().splitlines()
     assert words[0] == "--test-only"
     assert words[1].endswith("/llama-tiny.sbatch")
+    # the job cannot ask how long it was queued
+    assert abs(int((tmp_path / "submitted").read_text()) - time.time()) < 60
 
 
 def test_clusters_submit_refusal_exits_with_the_message(

@@ -107,7 +107,7 @@ def test_help_examples_are_read_as_written(name: str, line: str) -> None:
         "submit",
     ):
         compose(settings)
-    elif verb in ("resume", "generate", "evaluate", "export"):
+    elif verb in ("resume", "generate", "evaluate", "export", "goodput"):
         assert words[0] == "runs/NAME"
         own = {"generate": generate.WORDS, "evaluate": evaluate.WORDS}.get(verb, {})
         rest = [word for word in words[1:] if word.partition("=")[0] not in own]

@@ -32,6 +32,7 @@ NAMES = (
     "schema",
     "engines",
     "doctor",
+    "goodput",
     "checkpoint",
     "completion",
     "explain",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mtrain import startup
 from mtrain.clusters.launchers import FILE, LAUNCHERS
 from mtrain.config.compose.paths import program
 from mtrain.errors import BadEnvironment, ConfigError
@@ -40,6 +43,8 @@ def _run(words: list[str], kind: str, tell: Callable[[str], None]) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # Schedulers pass the environment on to the job, which cannot tell how long it was queued.
+        env={**os.environ, startup.SUBMITTED: str(int(time.time()))},
         check=False,
     )
     output = done.stdout.decode(errors="replace").strip()

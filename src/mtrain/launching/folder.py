@@ -24,6 +24,8 @@ from mtrain.config.resolve.batches import counted, samples_of, stages
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError
+from mtrain.goodput.account import FILE
+from mtrain.goodput.log import LOG
 from mtrain.launching import matmul, resume
 from mtrain.launching.restart import RESTARTS
 from mtrain.launching.resume import anchored as anchored
@@ -46,6 +48,8 @@ PREAMBLE = (
     ERRORS,
     METRICS,
     RESTARTS,
+    LOG,
+    FILE,
 )
 # Packages whose versions are recorded. megatron-core's is that of the loaded module.
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")

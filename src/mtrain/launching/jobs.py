@@ -14,6 +14,9 @@ from mtrain.world import faults
 from mtrain.world.faults import Fault
 from mtrain.world.rank_env import End, RankEnv
 
+# The name of the job that trains, whose folder is a run's
+TRAIN = "train"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -37,7 +40,7 @@ def train_job(
         "accept_changes": run.checkpoint.accept_changes,
         "injected": list(map(str, injected)),
     }
-    return Job("train", {**places, **more})
+    return Job(TRAIN, {**places, **more})
 
 
 def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
@@ -182,7 +185,7 @@ def _path(text: str | None) -> Path | None:
 # Name -> the function that a rank runs, called with the run, its folder, the function that ends the
 # process, and the arguments.
 JOBS: dict[str, Callable[..., None]] = {
-    "train": _train,
+    TRAIN: _train,
     "observe": _observe,
     "observe_masks": _observe_masks,
     "generate": _generate,

@@ -23,8 +23,10 @@ from mtrain.config.compose.paths import RUN_FILE
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment
+from mtrain.goodput import account
+from mtrain.goodput.log import Begun, ended
 from mtrain.launching import signals
-from mtrain.launching.jobs import Job
+from mtrain.launching.jobs import TRAIN, Job
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import end, leave, run_rank
 from mtrain.processes import die_with
@@ -78,6 +80,7 @@ def run_ranks(
     # A fork copies unwritten output, and every rank would print it again.
     sys.stdout.flush()
     sys.stderr.flush()
+    begun = Begun.at(startup.current().begun)
     forks = may_fork(run)
     if not forks:
         _describe(run, home, job)
@@ -99,7 +102,14 @@ def run_ranks(
             startup.forget()
             if not frozen:  # a caller that froze earlier unfreezes itself
                 gc.unfreeze()
-    supervisor.wait()
+    if job.name != TRAIN:
+        supervisor.wait()
+        return
+    try:
+        with ended(home, begun, supervisor.advice):
+            supervisor.wait()
+    finally:
+        account.write(home)
 
 
 def may_fork(run: RunConfig) -> bool:

@@ -29,6 +29,7 @@ from mtrain.train.hooks.checkpoints import Checkpoints
 from mtrain.train.hooks.evaluation import Evaluation
 from mtrain.train.hooks.graphs import Graphs
 from mtrain.train.hooks.injected import Injected
+from mtrain.train.hooks.life import Life, life_of
 from mtrain.train.hooks.memory import Memory
 from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.hooks.planned import Planned
@@ -86,20 +87,23 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                 kernels = run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})
                 run = run.model_copy(update={"kernels": kernels})
             use_measured(run, world)
-            splits = splits_of(run, paths.checkpoint or paths.weights)
-            errors = paths.folder / ERRORS
-            with watching(run, world, errors, end):
-                context = assemble(run, world, splits)
-                context.stop = stop
-                startup.mark(startup.BUILDING)
-                progress = Progress(run, speaks=world.is_rank0)
-                _begin(context, splits, paths, progress)
-                trainer = Trainer(context, run_hooks(run, splits, paths, progress, writer))
-                _introduce(context, splits, progress)
-                trainer.fit()
-            # The run is saved: a rank that hangs from here on ends without an error.
-            with watching(run, world, errors, end_after_run):
-                trainer.hooks.call("after_run", context)
+            progress = Progress(run, speaks=world.is_rank0)
+            with life_of(paths.folder, world, progress) as meter:
+                splits = splits_of(run, paths.checkpoint or paths.weights)
+                errors = paths.folder / ERRORS
+                with watching(run, world, errors, end):
+                    context = assemble(run, world, splits)
+                    context.stop = stop
+                    context.meter = meter
+                    startup.mark(startup.BUILDING)
+                    _begin(context, splits, paths, progress)
+                    trainer = Trainer(context, run_hooks(run, splits, paths, progress, writer))
+                    _introduce(context, splits, progress)
+                    trainer.fit()
+                meter.done = True
+                # The run is saved: a rank that hangs from here on ends without an error.
+                with watching(run, world, errors, end_after_run):
+                    trainer.hooks.call("after_run", context)
     except RanksApart:
         return False
     return True
@@ -131,6 +135,7 @@ def run_hooks(
         progress,
         checkpoints,
         Evaluation(metrics, progress, splits.unigram_entropy_nats),
+        Life(),
         Memory(folder),
         Startup(folder, progress),
         Planned(folder, progress),

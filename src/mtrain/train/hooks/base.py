@@ -29,6 +29,8 @@ class Hook:
     Ranks wait for each other in such a hook, so its error on one rank ends the run; an error of any
     other hook is a warning, and the run goes on without that hook.
     """
+    cause: str | None = None
+    """The cause of `goodput` that its time belongs to; None: that of the loop around it."""
     name = ""
     """The key of its state in checkpoints; a hook that `log.hooks` enables gets the name there."""
 
@@ -110,8 +112,13 @@ class HookList(Moments):
         if hook in self.failed and moment not in LAST:
             return
         given = args if moment == "close" else (context, *args)
+        act = getattr(hook, moment)
         try:
-            getattr(hook, moment)(*given, **kwargs)
+            if hook.cause is None:
+                act(*given, **kwargs)
+            else:
+                with context.meter.charging(hook.cause):
+                    act(*given, **kwargs)
         except Exception as error:
             if moment not in LAST and (hook.collective or isinstance(error, MtrainError)):
                 raise

@@ -13,6 +13,7 @@ from mtrain.ckpt.saving.background import BackgroundSaves, Limits
 from mtrain.ckpt.saving.process import WriterProcess
 from mtrain.config.machine.hardware import free_memory_bytes
 from mtrain.errors import TrainingError, warn
+from mtrain.goodput.meter import SAVING
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.progress import Progress
 from mtrain.train.loop.context import TrainContext
@@ -31,6 +32,7 @@ class Checkpoints(Hook):
     """
 
     collective = True
+    cause = SAVING
 
     def __init__(
         self,

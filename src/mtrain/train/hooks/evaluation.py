@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from mtrain.goodput.meter import EVALUATING
 from mtrain.models.registry import family_of
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.metrics import Metrics
@@ -20,6 +21,7 @@ class Evaluation(Hook):
     """
 
     collective = True
+    cause = EVALUATING
 
     def __init__(
         self, metrics: Metrics, progress: Progress, entropy_nats: float | None = None

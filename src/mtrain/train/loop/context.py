@@ -13,6 +13,7 @@ from mtrain.ckpt.state import TrainState
 from mtrain.config.resolve.batches import Stage, samples_of, size_after, stages
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import GlobalBatches
+from mtrain.goodput.meter import Meter
 from mtrain.mcore import api as mcore
 from mtrain.mcore.adapter.cuda_graphs import whole_steps
 from mtrain.train.loop.interruptions import ByTime, StopRequest
@@ -59,6 +60,8 @@ class TrainContext:
     """All ranks know of a request to stop: the run ends here."""
     hooks: Moments = field(default_factory=Moments)
     """Set by the trainer."""
+    meter: Meter = field(default_factory=Meter)
+    """The clock of the causes of `goodput`."""
     measures: list[Measure] = field(default_factory=list)
     """Functions that add to the record of a step; hooks append theirs in `start`."""
 

@@ -81,12 +81,14 @@ class Trainer:
         made = 0
         # A request that came while the run was assembled, or in an evaluation of `start`.
         stopped = self._stop_requested() or context.stops
+        context.meter.loaded(state.step)
         while state.step < goal and not stopped:
             self.between_steps = False
             mode = context.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
             with sync_checks(context.world.device, mode):
                 self.launched.append(make(context, stop_requested=context.stop_requested))
             made += 1
+            context.meter.stepped(state.step, context.prefetcher.waited_s)
             waits = self._waits()
             known = self.launched if waits else self.launched[:-AHEAD]
             context.stops = any(step.stop for step in known)
@@ -96,6 +98,7 @@ class Trainer:
             if waits or context.stops or between:
                 self._report()
             stopped = context.stops or (between and self._stop_requested())
+        context.meter.over()
         self.hooks.call("finish", context)
         return stopped and state.step < goal
 
