@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mtrain.clusters.variables import JOB, MACHINE, MACHINES
 from mtrain.config.machine.hardware import tasks_per_node
 from mtrain.errors import BadEnvironment
 from mtrain.world.rank_env import number
@@ -28,12 +29,6 @@ PORTS = range(12_000, 30_000)
 # interactive shells.
 SPECIAL_STEPS = 0xFFFFFFF0
 USUAL_PORT = 29_500
-# Variables of jobs that mtrain writes, for schedulers that number machines in no other way: the
-# number of this machine, and of all machines. Each has one process, which starts its ranks.
-MACHINE = "MTRAIN_MACHINE"
-MACHINES = "MTRAIN_MACHINES"
-# The name of a job that mtrain wrote, which all restarts of the job keep
-JOB = "MTRAIN_JOB"
 Environment = Mapping[str, str]
 # Variables for the same fact; the first one that is set counts
 Names = tuple[str, ...]
