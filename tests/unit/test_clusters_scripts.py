@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -18,6 +19,7 @@ from mtrain.clusters.launchers import LAUNCHERS, render
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import recipe_names
+from mtrain.config.schema.launch import LaunchConfig
 from mtrain.errors import BadEnvironment, ConfigError
 
 SHELLS = ("local", "torchrun", "slurm")
@@ -254,5 +256,9 @@ def test_clusters_label_is_a_host_name() -> None:
 
 
 def test_clusters_every_kind_has_a_launcher() -> None:
-    kinds = [load([f"launch={kind}"], to_run=False).run.launch.kind for kind in LAUNCHERS]
-    assert kinds == list(LAUNCHERS)
+    assert get_args(LaunchConfig.model_fields["kind"].annotation) == tuple(LAUNCHERS)
+    words = ["launch.image=mtrain:1", "launch.volumes={/work:training}"]
+    needs = {"kubernetes": words, "skypilot": words[1:], "ray": ["launch.workdir=/work"]}
+    for kind in LAUNCHERS:
+        run = load([f"launch={kind}", *needs.get(kind, [])], to_run=False).run
+        assert run.launch.kind == kind

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from mtrain.errors import BadEnvironment
+from mtrain.launching.start import placed
 from mtrain.world.launchers import expanded, identity, launched, restarted
 from mtrain.world.rank_env import LAUNCHER, RankEnv
 
@@ -59,6 +60,22 @@ FLUX = {
     "MASTER_ADDR": "a",
     "MASTER_PORT": "29501",
 }
+MACHINE = {"MTRAIN_MACHINE": "2", "MTRAIN_MACHINES": "4", "MASTER_ADDR": "train-master-0"}
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "2",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n10.0.0.6\n10.0.0.7",
+    "SKYPILOT_TASK_ID": "sky-managed-2026-11-28-07-00-00_train_1-0",
+}
+# a pod of a TrainJob, whose torch runtime sets torchrun's options as variables
+TRAINJOB = {
+    "JOB_COMPLETION_INDEX": "2",
+    "PET_NNODES": "4",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_NODE_RANK": "2",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "PET_MASTER_PORT": "29400",
+    "HOSTNAME": "train-node-0-2",
+}
 POD = {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4", "HOSTNAME": "train-2"}
 
 
@@ -82,6 +99,36 @@ def test_launchers_indexed_pods_find_the_first() -> None:
     assert found is not None
     assert (found.rank, found.size, found.host) == (2, 4, "train-0")
     assert found.one_a_machine
+
+
+@pytest.mark.parametrize(
+    ("environment", "host"),
+    [(MACHINE, "train-master-0"), (SKYPILOT, "10.0.0.4"), (TRAINJOB, "train-node-0-0.train")],
+    ids=["job", "skypilot", "trainjob"],
+)
+def test_launchers_one_process_a_machine_starts_ranks(
+    environment: dict[str, str], host: str
+) -> None:
+    found = launched(environment)
+    assert found is not None
+    assert (found.rank, found.size, found.host) == (2, 4, host)
+    assert found.one_a_machine
+    # A rank that it starts is no launcher, although it inherits those variables.
+    rank = launched({**environment, **placed(19, 32, host, found.port, 16, 8)})
+    assert rank is not None
+    assert (rank.rank, rank.size, rank.local_size, rank.one_a_machine) == (19, 32, 8, False)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"MTRAIN_MACHINE": "0", "MTRAIN_MACHINES": "1"},
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.4"},
+        {**TRAINJOB, "JOB_COMPLETION_INDEX": "0", "PET_NNODES": "1"},
+    ],
+)
+def test_launchers_only_machine_starts_own_ranks(environment: dict[str, str]) -> None:
+    assert launched(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -219,6 +266,9 @@ def test_launchers_contradictions_are_refused(environment: dict[str, str], words
             "JOB_COMPLETION_INDEX is 2 and NNODES is 2: ",
         ),
         ({**POD, "PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT is 99999: "),
+        ({**MACHINE, "MTRAIN_MACHINE": "4"}, "MTRAIN_MACHINE is 4 and MTRAIN_MACHINES is 4: "),
+        ({**MACHINE, "MASTER_ADDR": ""}, "set MASTER_ADDR"),
+        ({**SKYPILOT, "SKYPILOT_NODE_RANK": "x"}, "SKYPILOT_NODE_RANK is 'x'"),
     ],
 )
 def test_launchers_contradiction_names_launcher_variables(
@@ -241,6 +291,8 @@ def test_launchers_torchrun_below_srun_counts() -> None:
 def test_launchers_restartable_has_an_identity() -> None:
     assert identity(TORCHRUN) == "torchrun id"
     assert identity(SRUN) == "slurm 77"
+    assert identity(SKYPILOT) == "skypilot sky-managed-2026-11-28-07-00-00_train_1-0"
+    assert identity({"MTRAIN_JOB": "kubernetes default/a 1b2c"}) == "kubernetes default/a 1b2c"
     assert identity({"RANK": "0"}) is None
 
 
@@ -248,6 +300,7 @@ def test_launchers_requeued_slurm_job_resumes() -> None:
     assert restarted(SRUN) is None
     assert restarted({**SRUN, "SLURM_RESTART_COUNT": "1"}) == "slurm 77"
     assert restarted(TORCHRUN) == "torchrun id"
+    assert restarted(SKYPILOT) == identity(SKYPILOT)
 
 
 def test_launchers_task_seeing_one_device_takes_it() -> None:

@@ -39,12 +39,11 @@ def submit(words: list[str]) -> int:
         BadEnvironment: the scheduler's program is not installed.
     """
     run = _validated(words)
-    kind = run.launch.kind
     with scratch_folder("mtrain-submit-") as scratch:
-        file = scratch / f"{Job(run).name}{LAUNCHERS[kind].suffix}"
+        file = scratch / f"{Job(run).name}{LAUNCHERS[run.launch.kind].suffix}"
         file.write_text(render(run), encoding="utf-8")
         say(_summary(run))
-        submit_file(kind, file, say_page)
+        submit_file(run.launch, file, say_page)
     return 0
 
 

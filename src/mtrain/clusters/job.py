@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mtrain.config.compose.dump import override, run_yaml
-from mtrain.config.compose.write_paths import CACHE, RESUME
+from mtrain.config.compose.write_paths import CACHE, RESUME, RUNS
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.messages.keys import field_of
 from mtrain.config.schema.launch import LaunchConfig
@@ -81,14 +81,26 @@ class Job:
         content = hashlib.sha256(self.yaml.encode()).hexdigest()
         return str(Path(self.run.log.runs_dir) / f".job-{content[:16]}.yaml")
 
+    @property
+    def identity(self) -> str:
+        """Return the name by which a restarted job finds the run that it began."""
+        where = self.launch.namespace or "default"
+        return f"{self.launch.kind} {where}/{self.name} {self.digest[:16]}"
+
     def words(self, file: str | None = None) -> list[str]:
-        """Return the words that start mtrain on a machine, without the resumption."""
+        """Return the words that start mtrain on a machine, without the resumption.
+
+        `file`: the configuration's path, if it is not in the folder of runs.
+        """
         given = [*self.launch.command, word("run", file or self.file)]
-        field = field_of(CACHE)
-        cache = self.run.data.cache_dir
+        places = {CACHE: self.run.data.cache_dir}
+        if file is not None:
+            places[RUNS] = self.run.log.runs_dir
         # A file may not name a folder outside of the working folder; the command line may.
-        if field is not None and cache != field.default:
-            given.append(word(CACHE, cache))
+        for key, value in places.items():
+            field = field_of(key)
+            if field is not None and value != field.default:
+                given.append(word(key, value))
         return given
 
     @property

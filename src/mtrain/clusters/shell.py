@@ -32,11 +32,15 @@ def place(path: str) -> str:
     return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
-def begin(job: Job) -> list[str]:
-    """Return the lines that enter the working folder and look for the variables."""
+def begin(job: Job, workdir: str | None = None) -> list[str]:
+    """Return the lines that enter the working folder and look for the variables.
+
+    `workdir`: the folder if `launch.workdir` is null.
+    """
     lines = ["set -euo pipefail"]
-    if job.launch.workdir is not None:
-        lines.append(f"cd {place(job.launch.workdir)}")
+    folder = job.launch.workdir or workdir
+    if folder is not None:
+        lines.append(f"cd {place(folder)}")
     if job.launch.env:
         lines += [
             array("needed", job.launch.env),
@@ -56,18 +60,27 @@ def configuration(job: Job) -> list[str]:
     Raises:
         ValueError: a line of it would end the here-document.
     """
-    lines = job.yaml.splitlines()
-    if END in lines:
-        raise ValueError(f"{END} is a line of the configuration")
     return [
         f"file={place(job.file)}",
         'mkdir -p "$(dirname "$file")"',
-        # A rename: another job of the same configuration may read the file meanwhile.
-        f"cat > \"$file.$$\" <<'{END}'",
-        *lines,
-        END,
-        'mv "$file.$$" "$file"',
+        # A rename: another job of the same configuration may read the file meanwhile. Machines may
+        # have processes of the same number.
+        'part="$file.$HOSTNAME.$$"',
+        *here_document('"$part"', job.yaml, END),
+        'mv "$part" "$file"',
     ]
+
+
+def here_document(file: str, text: str, end: str) -> list[str]:
+    """Return the lines that write a text to a file, which is a quoted word.
+
+    Raises:
+        ValueError: a line of the text is `end`.
+    """
+    lines = text.splitlines()
+    if end in lines:
+        raise ValueError(f"{end} is a line of the text")
+    return [f"cat > {file} <<'{end}'", *lines, end]
 
 
 def array(name: str, words: Iterable[str], sign: str = "=") -> str:
@@ -81,6 +94,31 @@ def prepared(job: Job) -> list[str]:
         return []
     inner = shlex.join(["bash", "-c", SOURCED, "mtrain"])
     return [f'words=({inner} {place(job.launch.setup)} "${{words[@]}}")']
+
+
+def forwarded(command: str) -> list[str]:
+    """Return the lines that start a command, forward TERM to it, and set `code` to its exit code.
+
+    `command`: an array of bash, expanded.
+    """
+    return [
+        "stopping=no",
+        "step=",
+        'stop() { stopping=yes; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true; }',
+        "trap stop TERM",
+        f"{command} &",
+        "step=$!",
+        "code=0",
+        # TERM may have arrived before the step had a number.
+        '[ "$stopping" = no ] || stop',
+        "while true; do",
+        "  stopping=no",
+        '  ended=0; wait "$step" || ended=$?',
+        # 127: an earlier wait has collected the exit code already.
+        '  [ "$ended" -eq 127 ] || code=$ended',
+        '  [ "$stopping" = yes ] || break',
+        "done",
+    ]
 
 
 def script(*parts: Iterable[str]) -> str:

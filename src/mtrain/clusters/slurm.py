@@ -79,22 +79,7 @@ def _step(job: Job) -> Iterator[str]:
         if launch.env:
             yield f"names={','.join(launch.env)}"
             yield 'srun+=("--container-env=$names")'
-    yield "stopping=no"
-    yield "step="
-    yield 'stop() { stopping=yes; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true; }'
-    yield "trap stop TERM"
-    yield '"${srun[@]}" "${words[@]}" &'
-    yield "step=$!"
-    yield "code=0"
-    # TERM may have arrived before the step had a number.
-    yield '[ "$stopping" = no ] || stop'
-    yield "while true; do"
-    yield "  stopping=no"
-    yield '  ended=0; wait "$step" || ended=$?'
-    # 127: an earlier wait has collected the exit code already.
-    yield '  [ "$ended" -eq 127 ] || code=$ended'
-    yield '  [ "$stopping" = yes ] || break'
-    yield "done"
+    yield from shell.forwarded('"${srun[@]}" "${words[@]}"')
 
 
 def _ending() -> Iterator[str]:

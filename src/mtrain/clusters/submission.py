@@ -11,36 +11,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtrain import startup
-from mtrain.clusters.launchers import FILE, LAUNCHERS
+from mtrain.clusters.launchers import FILE, INPUT, LAUNCHERS, Command
 from mtrain.config.compose.paths import program
+from mtrain.config.schema.launch import LaunchConfig
 from mtrain.errors import BadEnvironment, ConfigError
 
 
-def submit(kind: str, file: Path, tell: Callable[[str], None]) -> None:
+def submit(launch: LaunchConfig, file: Path, tell: Callable[[str], None]) -> None:
     """Run the commands of a launcher on a job's file, and pass on what each prints.
 
     Raises:
         ConfigError: the launcher has no scheduler, or the scheduler refuses the job.
         BadEnvironment: a program is not installed.
     """
-    commands = LAUNCHERS[kind].commands
+    kind = launch.kind
+    commands = LAUNCHERS[kind].commands(launch)
     if not commands:
         detail = "no scheduler takes it"
         fix = f"{program()} render launch={kind} --out job.sh, and run job.sh with bash"
         raise ConfigError.of("MT022", "launch.kind", kind, detail, fix)
     for command in commands:
-        _run([str(file) if word == FILE else word for word in command], kind, tell)
+        _run(command, file, kind, tell)
 
 
-def _run(words: list[str], kind: str, tell: Callable[[str], None]) -> None:
-    if shutil.which(words[0]) is None:
+def _run(command: Command, file: Path, kind: str, tell: Callable[[str], None]) -> None:
+    needed = command.program or command.words[0]
+    if shutil.which(needed) is None:
         raise BadEnvironment(
-            f"{words[0]} is not installed on this machine, and launch.kind={kind} submits with it",
-            f"  fix: submit where {words[0]} is installed, or render the job to a file",
+            f"{needed} is not installed on this machine, and launch.kind={kind} submits with it",
+            f"  fix: submit where {needed} is installed, or render the job to a file",
         )
+    words = [str(file) if word == FILE else word for word in command.words]
+    given = b""
+    if INPUT in words:
+        text = file.read_text(encoding="utf-8")
+        given = (command.part(text) if command.part is not None else text).encode()
     done = subprocess.run(
         words,
-        stdin=subprocess.DEVNULL,
+        input=given,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         # Schedulers pass the environment on to the job, which cannot tell how long it was queued.
@@ -52,6 +60,6 @@ def _run(words: list[str], kind: str, tell: Callable[[str], None]) -> None:
         tell(output)
     if done.returncode:
         last = output.splitlines()[-1] if output else "it printed nothing"
-        command = shlex.join([words[0], *(word for word in words[1:] if word.startswith("-"))])
-        detail = f"{command} ended with {done.returncode}: {last}"
+        shown = shlex.join([needed, *(word for word in words[1:] if word.startswith("-"))])
+        detail = f"{shown} ended with {done.returncode}: {last}"
         raise ConfigError.of("MT022", "launch.kind", kind, detail, f"{program()} explain launch")

@@ -4,8 +4,8 @@ Each set is translated into torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, 
 MASTER_ADDR, MASTER_PORT), which the rest of mtrain reads. A launcher is one entry of `LAUNCHERS`.
 
 Sources: `man srun` and `man sbatch` (output environment variables), Open MPI's "Environment
-variables set by mpirun", the PMI of MPICH and PMIx, Flux's job shell (`flux run`), and Kubernetes'
-documentation of indexed jobs.
+variables set by mpirun", the PMI of MPICH and PMIx, Flux's job shell (`flux run`), Kubernetes'
+documentation of indexed jobs, and SkyPilot's "Distributed multi-node jobs".
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mtrain.clusters.variables import JOB, MACHINE, MACHINES
 from mtrain.config.machine.hardware import tasks_per_node
 from mtrain.errors import BadEnvironment
 from mtrain.world.rank_env import number
@@ -152,10 +153,14 @@ def identity(environment: Environment) -> str | None:
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run and run != "none" and environment.get("RANK"):
         return f"torchrun {run}"
+    named = environment.get(JOB)
+    if named:
+        return named
     job = _slurm_job(environment)
     if job is not None:
         return f"slurm {job}"
-    return None
+    task = environment.get("SKYPILOT_TASK_ID")
+    return f"skypilot {task}" if task else None
 
 
 def restarted(environment: Environment) -> str | None:
@@ -163,11 +168,11 @@ def restarted(environment: Environment) -> str | None:
     first start.
 
     A SLURM job may train several runs one after another, so it resumes one only after it was
-    requeued. torchrun runs a single command, and its machines do not all count its restarts alike,
-    so it always may.
+    requeued. Other launchers run a single command, and do not count its restarts, or not alike on
+    all machines, so theirs always may.
     """
     launch = identity(environment)
-    if launch is None or launch.startswith("torchrun"):
+    if launch is None or not launch.startswith("slurm "):
         return launch
     count = environment.get("SLURM_RESTART_COUNT", "0")
     return launch if count.isdigit() and int(count) > 0 else None
@@ -259,6 +264,42 @@ def _tasks_here(environment: Environment, size: int, machines: int) -> int:
     if node.isdigit() and int(node) < len(counts) and sum(counts) == size:
         return counts[int(node)]
     return max(1, size // machines)
+
+
+def _machine(environment: Environment) -> Launched | None:
+    """Read mtrain's own variables of the only process on each machine."""
+    if not environment.get(MACHINE) or not environment.get(MACHINES):
+        return None
+    size = _count(environment, MACHINES)
+    return Launched(
+        launcher="job",
+        rank=_number(environment, MACHINE),
+        size=size,
+        local_rank=0,
+        local_size=1,
+        host=_host(environment, "the job", "", size),
+        port=_number(environment, "MASTER_PORT", USUAL_PORT),
+        machines=size,
+        read={"RANK": MACHINE, "WORLD_SIZE": MACHINES},
+    )
+
+
+def _skypilot(environment: Environment) -> Launched | None:
+    """Read the variables of a task of SkyPilot, whose command runs once on each machine."""
+    hosts = environment.get("SKYPILOT_NODE_IPS", "").split()
+    if not environment.get("SKYPILOT_NODE_RANK") or not hosts:
+        return None
+    return Launched(
+        launcher="skypilot",
+        rank=_number(environment, "SKYPILOT_NODE_RANK"),
+        size=len(hosts),
+        local_rank=0,
+        local_size=1,
+        host=_host(environment, "skypilot", hosts[0], len(hosts)),
+        port=_port(environment, f"skypilot {environment.get('SKYPILOT_TASK_ID', '')}"),
+        machines=len(hosts),
+        read={"RANK": "SKYPILOT_NODE_RANK", "WORLD_SIZE": "SKYPILOT_NODE_IPS"},
+    )
 
 
 def _kubernetes(environment: Environment) -> Launched | None:
@@ -435,6 +476,7 @@ PMI_LOCAL_SIZE = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 # launchers of MPI set PMI variables next to their own.
 LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
     _torchrun,
+    _machine,
     OPEN_MPI,
     _slurm,
     # Flux sets PMI_RANK, too, but no number of processes per machine: it deals them out evenly.
@@ -462,5 +504,6 @@ LAUNCHERS: tuple[Callable[[Environment], Launched | None], ...] = (
         local_rank=PMI_LOCAL_RANK,
         local_size=PMI_LOCAL_SIZE,
     ),
+    _skypilot,
     _kubernetes,
 )
