@@ -105,6 +105,7 @@ def test_help_examples_are_read_as_written(name: str, line: str) -> None:
         "recipe",
         "render",
         "submit",
+        "doctor",
     ):
         compose(settings)
     elif verb in ("resume", "generate", "evaluate", "export", "goodput"):
