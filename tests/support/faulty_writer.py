@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mtrain.ckpt.saving import process, writer
@@ -20,16 +21,39 @@ VARIABLE = "FAULTY_WRITER"
 CALLS = ("open", "pwrite", "fsync", "link", "rename", "mkdir", "unlink", "rmdir", "listdir")
 
 
-def use(fault: str, at: int, rank: int, *, errno: int = 0, victim: str = "writer") -> None:
+def use(
+    fault: str,
+    at: int,
+    rank: int,
+    *,
+    errno: int = 0,
+    victim: str = "writer",
+    counted: Path | None = None,
+) -> None:
     """Make the writer of `rank` fail at its `at`-th call, for writers that this process starts.
 
-    `fault` is `kill`, `stop`, `sleep` or `error`, which fails with `errno`. `count` only writes the
-    number of calls to standard error. `victim` is the process that a signal goes to: `writer` or
-    `rank`.
+    `fault` is `kill`, `stop`, `sleep`, `none`, or `error`, which fails with `errno`. `victim` is
+    the process that a signal goes to: `writer`, `rank`, or `launcher`, the parent of the rank. The
+    file `counted` gets the number of calls at the end.
     """
     process.MODULE = __name__
     body = {"fault": fault, "at": at, "rank": rank, "errno": errno, "victim": victim}
-    os.environ[VARIABLE] = json.dumps(body)
+    os.environ[VARIABLE] = json.dumps({**body, "counted": str(counted or "")})
+
+
+def running(folder: Path) -> list[int]:
+    """Return the writers that still run of a process whose faults are counted in a folder."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{VARIABLE}=".encode() in environ.read_bytes() and (
+                str(folder).encode() in environ.read_bytes()
+            ):
+                words = (environ.parent / "cmdline").read_bytes().split(b"\0")
+                found += [int(environ.parent.name)] * (__name__.encode() in words)
+        except OSError:  # it ended, or belongs to somebody else
+            continue
+    return found
 
 
 class Points:
@@ -49,10 +73,19 @@ class Points:
             raise OSError(self.body["errno"], os.strerror(self.body["errno"]))
         if fault == "sleep":
             time.sleep(3600)
-        number = signal.SIGSTOP if fault == "stop" else signal.SIGKILL
-        os.kill(os.getppid() if self.body["victim"] == "rank" else os.getpid(), number)
+        if fault in ("kill", "stop"):
+            number = signal.SIGSTOP if fault == "stop" else signal.SIGKILL
+            os.kill(self._victim(), number)
+            time.sleep(60)  # the kernel ends this process too, wherever the signal went
+
+    def _victim(self) -> int:
+        if self.body["victim"] == "writer":
+            return os.getpid()
+        rank = os.getppid()
         if self.body["victim"] == "rank":
-            time.sleep(60)  # the kernel ends this process with its rank
+            return rank
+        text = Path(f"/proc/{rank}/stat").read_text()
+        return int(text.rpartition(")")[2].split()[1])
 
 
 def main(words: list[str]) -> None:
@@ -69,8 +102,8 @@ def main(words: list[str]) -> None:
 
     writer.Save.__init__ = begun  # type: ignore[method-assign]
     writer.main(words)
-    if body is not None and body["fault"] == "count" and points.count:
-        print(f"calls of the writer: {points.count}", file=sys.stderr)
+    if body is not None and body["counted"] and points.count:
+        Path(body["counted"]).write_text(str(points.count))
 
 
 def _counted(points: Points, name: str) -> Callable[..., Any]:
