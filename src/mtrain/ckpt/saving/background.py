@@ -88,6 +88,8 @@ class _Pending:
     written: list[dict[str, Any]] | None = None
     """The index of this rank's files, once they are on disk."""
     committed: bool = False
+    seconds: float = 0.0
+    """The time of the writer, to the commit on rank 0 and to the end of its files on others."""
     stop: bool = False
     """The thread should end without copying the rest."""
 
@@ -129,6 +131,11 @@ class BackgroundSaves:
     def committed(self) -> bool:
         """Return whether the save under way is committed; only rank 0 knows."""
         return self._pending is not None and self._pending.committed
+
+    @property
+    def seconds(self) -> float:
+        """Return the time that the writer has taken for its part of the save under way."""
+        return 0.0 if self._pending is None else self._pending.seconds
 
     @property
     def written(self) -> list[dict[str, Any]]:
@@ -299,6 +306,7 @@ class BackgroundSaves:
             self.fail(message["failed"])
         pending.written = message.get("written", pending.written)
         pending.committed |= "committed" in message
+        pending.seconds = message.get("seconds", pending.seconds)
 
     def fail(self, text: str) -> None:
         """Note a failure, for this rank and for rank 0, which may wait for the files."""

@@ -76,6 +76,7 @@ class Save:
             Failed: it cannot be finished.
             Closed: the rank is gone.
         """
+        begun = time.monotonic()
         try:
             if self.rank == 0:
                 self._retried(self._make_draft)
@@ -84,10 +85,10 @@ class Save:
             written = self._retried(self._write_files)
             with self._disk():
                 index.write(self.draft, self.rank, written)
-            self._report(written=written)
+            self._report(written=written, seconds=time.monotonic() - begun)
             if self.manifest is not None:
                 self._commit(self.manifest)
-                self._report(committed=True)
+                self._report(committed=True, seconds=time.monotonic() - begun)
         except OSError as error:
             raise Failed(self._cannot(error)) from None
         except MtrainError as error:

@@ -184,8 +184,9 @@ class Checkpoints(Hook):
 
     def _committed(self, context: TrainContext, saves: BackgroundSaves) -> None:
         context.by_time.save_settled()
+        seconds = saves.seconds
         path = ckpt_state.end_save(saves, context.state)
-        self._saved(context, path)
+        self._saved(context, path, f", written in {seconds:.1f} s")
 
     def _failed(self, context: TrainContext, problem: str, *, last: bool = False) -> None:
         """Give up the save in the background, on every rank."""
@@ -217,7 +218,7 @@ class Checkpoints(Hook):
         failed.shared = True
         raise failed
 
-    def _saved(self, context: TrainContext, path: Path) -> None:
+    def _saved(self, context: TrainContext, path: Path, how: str = "") -> None:
         self.path = path
         self.failures = 0
         context.hooks.call("saved", context, path)
@@ -226,5 +227,5 @@ class Checkpoints(Hook):
             return
         size = ""
         with suppress(OSError):  # the checkpoint is committed, whatever becomes of this
-            size = f" ({units.bytes_(sum(f.stat().st_size for f in path.iterdir()))})"
+            size = f" ({units.bytes_(sum(f.stat().st_size for f in path.iterdir()))}{how})"
         self.progress.note(f"step {context.state.step}: saved {path}{size}")
