@@ -23,7 +23,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mtrain import strict_json
 from mtrain.ckpt import folder, hashes
 from mtrain.ckpt.pieces import Piece, Region
 from mtrain.ckpt.reading import read_at
@@ -84,11 +83,10 @@ def of_all(draft: Path, size: int) -> Awaited:
 def write(draft: Path, rank: int, size: int, written: list[dict[str, Any]]) -> None:
     """Leave the index of a rank's files, which are on disk; it appears at once and whole."""
     place = _place(draft, rank, size)
-    with suppress(FileExistsError):
-        place.mkdir()
+    if place != draft:
+        place.mkdir(exist_ok=True)
     hidden = place / f".{_name(rank)}"
-    # Not synced: after a power failure there is no draft to commit.
-    hidden.write_text(strict_json.dumps({"written": written}, separators=(",", ":")))
+    folder.write_json(hidden, {"written": written})
     os.rename(hidden, place / _name(rank))
 
 
