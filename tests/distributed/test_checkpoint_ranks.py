@@ -79,10 +79,12 @@ def test_checkpoint_1024_ranks_make_constant_metadata_calls(
         with metadata_calls() as loading:
             assert set(in_turn(size, load)) == {None}
         made[size] = saving.total() / size, loading.total() / size
-    for few, many in zip(*made.values(), strict=True):
-        assert many <= few, f"calls of a rank: {made}"
-    assert made[1024][0] < 20
-    assert made[1024][1] < 4
+    (few_saving, few_loading), (many_saving, many_loading) = made.values()
+    assert many_saving <= few_saving, f"calls of a rank: {made}"
+    # of 16 files of an index it reads the one that has its elements
+    assert many_loading <= few_loading + 1, f"calls of a rank: {made}"
+    assert many_saving < 20
+    assert many_loading < 4
 
 
 def test_checkpoint_one_rank_verifies_saved_files(

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mtrain.ckpt import folder, hashes
+from mtrain.ckpt import folder, hashes, index
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
@@ -76,12 +76,30 @@ def committed(run: RunConfig, root: Path, step: int = 1, **state: Any) -> Path:
     draft = root / "draft"
     draft.mkdir(parents=True)
     (draft / folder.RUN_FILE).write_text(run_yaml(run.recorded()))
-    for name in body["files"]:
-        _write_holes(draft / name, name, body["tensors"])
-        body["files"][name] = hashes.wrote(draft / name)
+    tensors = body.pop("tensors")
+    for rank, name in enumerate(body.pop("files")):
+        _write_holes(draft / name, name, tensors)
+        written = {
+            "pieces": _pieces_in(name, tensors),
+            "file": {"name": name, **hashes.wrote(draft / name)},
+        }
+        index.write(draft, rank, run.parallel.ranks, [written])
+    for rank in range(run.parallel.ranks):
+        if index.of_group(draft, rank, run.parallel.ranks) is not None:
+            index.gather(draft, rank, run.parallel.ranks)
     final = root / folder.folder_name(step)
-    folder.commit(draft, final, body)
+    folder.commit(draft, final, body | index.merged(draft, run.parallel.ranks))
     return final
+
+
+def _pieces_in(name: str, tensors: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the pieces of a file as a rank describes them."""
+    return [
+        {"key": key, "global_shape": tensor["shape"], "dtype": tensor["dtype"], **piece}
+        for key, tensor in tensors.items()
+        for piece in tensor["pieces"]
+        if piece["file"] == name
+    ]
 
 
 def sign(checkpoint: Path, manifest: dict[str, Any]) -> None:

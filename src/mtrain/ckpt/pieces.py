@@ -37,6 +37,25 @@ class Region:
         """Return the number of its elements."""
         return prod(self.shape) if self.flat is None else self.flat[1] - self.flat[0]
 
+    def span(self, whole: Numbers) -> tuple[int, int]:
+        """Return its first element, and the one after its last, counted in a tensor of shape
+        `whole`; between them may be elements of other regions.
+        """
+        if not self.size:
+            return 0, 0
+        low, high = self.flat or (0, self.size)
+        return self._place(low, whole), self._place(high - 1, whole) + 1
+
+    def _place(self, element: int, whole: Numbers) -> int:
+        """Return the place in a whole tensor of an element that is counted in the box."""
+        place = 0
+        stride = 1
+        for offset, size, of in zip(*map(reversed, (self.offset, self.shape, whole)), strict=True):
+            element, along = divmod(element, size)
+            place += (offset + along) * stride
+            stride *= of
+        return place
+
 
 @dataclass(frozen=True)
 class Part:

@@ -76,8 +76,9 @@ def save(
     the end the folder has a name that no reader takes for a checkpoint. Rank 0 calls `committed`
     after the rename, while the others wait. Blocks are hashed with `algorithm`.
 
-    Each rank touches only its own files; rank 0 touches those of all, once. The ranks meet in the
-    store, so none of them waits in a collective of the device for a slow disk.
+    Each rank touches only its own files; rank 0 touches those of all, once, or of all groups (see
+    `index`). The ranks meet in the store, so none of them waits in a collective of the device for a
+    slow disk.
 
     Raises:
         TrainingError: the disk has no room for the files of all ranks, found before the first byte
@@ -97,7 +98,11 @@ def save(
         written = [_written(draft / own.file.name, own)]
         if frozen is not None:
             written.append(_keep_frozen(draft, frozen, ranks.rank, algorithm))
-        index.write(draft, ranks.rank, written)
+        index.write(draft, ranks.rank, ranks.size, written)
+
+    def gather() -> None:
+        if index.of_group(draft, ranks.rank, ranks.size) is not None:
+            index.gather(draft, ranks.rank, ranks.size)
 
     def commit() -> None:
         folder.commit(
@@ -107,9 +112,12 @@ def save(
         )
         committed()
 
-    # Three meetings: the folder before its files, and all files before the manifest.
+    # Three meetings: the folder before its files, and all files before the manifest. One more where
+    # groups of ranks merge their indices.
     _together(ranks, draft, lambda: _begin(draft, run_yaml, total, ranks.size), alone=True)
     _together(ranks, draft, write)
+    if index.sharded(ranks.size):
+        _together(ranks, draft, gather)
     _together(ranks, draft, commit, alone=True)
     if frozen is not None:
         frozen.path = final / folder.frozen_name(ranks.rank)
@@ -286,6 +294,7 @@ class _Reader:
         self.root = checkpoint.path
         manifest = checkpoint.manifest
         self.tensors = manifest["tensors"]
+        self.index = index.Index(self.root, manifest)
         self.files = hashes.Files(self.root, manifest["files"])
 
     def fill(self, shard: TensorShard) -> None:
@@ -302,7 +311,7 @@ class _Reader:
         memory = torch.empty(wanted.size, dtype=shard.tensor.dtype)
         what = f"{self.root}: the pieces of {shard.key}"
         limit = READ_BYTES // shard.tensor.element_size()
-        for part in parts(wanted, entry["pieces"], limit, what):
+        for part in parts(wanted, self.index.pieces(shard.key, wanted), limit, what):
             tick()
             elements = self.elements(part.piece, part.start, part.stop).as_strided(
                 part.shape, part.there

@@ -111,5 +111,5 @@ def _ends(root: Path) -> dict[str, str]:
         name: facts["header_sha256"]
         for name, facts in manifest["files"].items()
         # The file of the run names its own folder, which differs.
-        if name != ckpt_folder.RUN_FILE
+        if "header_sha256" in facts
     }

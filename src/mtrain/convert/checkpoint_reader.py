@@ -14,6 +14,7 @@ import numpy as np
 
 from mtrain.ckpt import hashes
 from mtrain.ckpt.folder import MODEL, read_manifest
+from mtrain.ckpt.index import Index
 from mtrain.ckpt.pieces import Piece, Region, parts
 from mtrain.convert.match import Box
 from mtrain.convert.raw_arrays import IN_SAFETENSORS, RawArray, empty
@@ -36,6 +37,10 @@ class CheckpointReader:
     @cached_property
     def _files(self) -> hashes.Files:
         return hashes.Files(self.path, self.manifest["files"], once=True)
+
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.path, self.manifest)
 
     @classmethod
     def open(cls, path: Path) -> CheckpointReader:
@@ -72,7 +77,9 @@ class CheckpointReader:
             held = f"no tensor {name}" if entry is None else f"{name} in shape {entry['shape']}"
             raise CorruptData(f"{self.path} has {held}; it should be {list(box.global_shape)}")
         # the usual case: one rank wrote the whole box, and its stored hash is that of the tensor
-        for piece in entry["pieces"]:
+        wanted = Region(box.offset, box.size)
+        pieces = self._index.pieces(name, wanted)
+        for piece in pieces:
             if (tuple(piece["offset"]), tuple(piece["shape"]), piece["flat"]) == (
                 box.offset,
                 box.size,
@@ -83,9 +90,7 @@ class CheckpointReader:
         out = empty(box.size, self.dtype(name))
         flat = out.reshape(-1)
         what = f"{self.path}: the pieces of {name}"
-        for part in parts(
-            Region(box.offset, box.size), entry["pieces"], READ_BYTES // out.itemsize, what
-        ):
+        for part in parts(wanted, pieces, READ_BYTES // out.itemsize, what):
             found = self._words(part.piece, part.start, part.stop)
             _strided(flat[part.at :], part.shape, part.here)[...] = _strided(
                 found, part.shape, part.there

@@ -84,7 +84,8 @@ class Save:
                 self._await(lambda: (self.draft / RUN_FILE).exists(), "rank 0 has made no folder")
             written = self._retried(self._write_files)
             with self._disk():
-                index.write(self.draft, self.rank, written)
+                index.write(self.draft, self.rank, self.size, written)
+            self._gather()
             self._report(written=written, seconds=time.monotonic() - begun)
             if self.manifest is not None:
                 self._commit(self.manifest)
@@ -176,14 +177,7 @@ class Save:
 
     def _commit(self, manifest: dict[str, Any]) -> None:
         """Wait for the files of all ranks, and give the folder its name."""
-        missing = set(range(self.size))
-
-        def arrived() -> bool:
-            names = set(os.listdir(self.draft))
-            missing.difference_update([r for r in missing if index.index_name(r) in names])
-            return not missing
-
-        self._await(arrived, "", missing)
+        self._await_ranks(index.of_all(self.draft, self.size))
         with self._disk():
             body = manifest | index.merged(self.draft, self.size)
         self._retried(lambda: self._name(body))
@@ -196,6 +190,24 @@ class Save:
     def _name(self, body: dict[str, Any]) -> None:
         with self._disk():
             folder.commit(self.draft, self.final, body)
+
+    def _gather(self) -> None:
+        """Merge the indices of the ranks of a group, on the first of them."""
+        awaited = index.of_group(self.draft, self.rank, self.size)
+        if awaited is not None:
+            self._await_ranks(awaited)
+            with self._disk():
+                index.gather(self.draft, self.rank, self.size)
+
+    def _await_ranks(self, awaited: index.Awaited) -> None:
+        missing: set[int] = set()
+
+        def arrived() -> bool:
+            missing.clear()
+            missing.update(awaited.missing())
+            return not missing
+
+        self._await(arrived, "", missing)
 
     def _await(self, arrived: Any, lacking: str, missing: set[int] | None = None) -> None:
         deadline = time.monotonic() + self.timeout_s

@@ -14,6 +14,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.ckpt import folder
+from mtrain.ckpt.index import filled
 from mtrain.ckpt.verification import verified
 from mtrain.cli.output import refusal, say_json, table
 from mtrain.config.compose.lock_file import read_run_file
@@ -122,7 +123,7 @@ def inspect(words: Sequence[str], *, as_json: bool) -> int:
         CorruptData: it is no committed checkpoint, or was altered.
     """
     path = one_checkpoint(words, "inspect CHECKPOINT")
-    manifest = folder.read_manifest(path, verify=False)
+    manifest = filled(path, folder.read_manifest(path, verify=False))
     run = read_run_file(path / RUN_FILE)
     tensors = [_tensor(name, entry) for name, entry in sorted(manifest["tensors"].items())]
     total = sum(one["bytes"] for one in tensors)

@@ -13,6 +13,7 @@ from typing import Any
 
 from mtrain.api import load
 from mtrain.ckpt import folder
+from mtrain.ckpt.index import filled
 from mtrain.cli.output import problem_report, say_json
 from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
@@ -113,7 +114,7 @@ def answered(words: Sequence[str]) -> Answer:
         _compose(answer, configuration(target, checkpoint, overrides))
     _judge(answer, lines)
     if answer.run is not None and not answer.impossible:
-        answer.reading = figures.reading(answer.run, answer.manifest)
+        answer.reading = figures.reading(answer.run, filled(checkpoint, answer.manifest))
         answer.memory = figures.memory(answer.run, Machine.here())
     return answer
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.ckpt import folder, hashes
+from mtrain.ckpt.index import filled
 from mtrain.errors import CorruptData
 
 MOST_HEADERS = 1024
@@ -24,15 +25,22 @@ def damage(path: Path, manifest: dict[str, Any]) -> list[str]:
     Raises:
         BadEnvironment: a file may not be read.
     """
-    found = [*_files(path, manifest["files"]), *_tensors(path, manifest)]
+    found = list(_files(path, manifest["files"]))
+    try:
+        found += _tensors(path, filled(path, manifest))
+    except CorruptData as error:
+        # Usually the file of a group, which is a line already.
+        found += [line for line in str(error).split("\n") if line not in found]
     more = len(found) - MOST_NAMED
     return [*found[:MOST_NAMED], *([f"... and {more} more"] if more > 0 else [])]
 
 
 def strangers(path: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return the names of shards in the folder that do not belong to the checkpoint."""
-    named = manifest["files"]
-    return sorted(file.name for file in path.glob("*.safetensors") if file.name not in named)
+    """Return the names of shards, and of files of an index, in the folder that do not belong to the
+    checkpoint.
+    """
+    files = [*path.glob("*.safetensors"), *path.glob("index_*.json")]
+    return sorted(file.name for file in files if file.name not in manifest["files"])
 
 
 def _files(path: Path, files: dict[str, Any]) -> Iterator[str]:
