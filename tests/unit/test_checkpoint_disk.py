@@ -60,7 +60,7 @@ def test_checkpoint_linked_weights_count_once() -> None:
     assert found.total == found.first + 2 * found.further
 
 
-def test_disk_too_small_for_all_checkpoints_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_disk_too_small_for_all_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     run = saving(save_interval=10, keep=4)
     machine = Machine(cpu_cores=8, memory_bytes=1 << 45)
     found = storage(run)
