@@ -17,8 +17,8 @@ from mtrain.errors import CorruptData
 from mtrain.launching import prove
 from mtrain.layout.grid import RankGrid, held_stages
 from mtrain.plan.rank import stage_memories
-from mtrain.plan.report import checkpoint_bytes
 from mtrain.plan.states import matrices_of, rank_states, shared_out, update_of
+from mtrain.plan.storage import storage_of
 from tests.museum.exhibit import replace, seeded
 from tests.support.covering import some
 from tests.support.forked import RankFailed, run_ranks
@@ -91,7 +91,7 @@ def test_soap_every_layout_has_equal_bits(name: str, home: Path, tmp_path: Path)
     }
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
     run = _run(**LAYOUTS[name])
-    assert checkpoint_bytes(run, stage_memories(run)) == sum(
+    assert storage_of(run, stage_memories(run)).first == sum(
         tensor.nbytes for tensor in found.values()
     )
 

@@ -164,7 +164,9 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
     batch = r.trainer.batch * r.data.length
     yield f"  batch        {r.trainer.batch} x {r.data.length} = {count(batch)} tokens a step"
     yield f"  micro-batch  {r.trainer.micro} x {r.data.length} = {count(tokens)} tokens"
-    yield f"  checkpoint   {bytes_(found['checkpoint']['bytes'])}"
+    saved = found["checkpoint"]
+    most = f", up to {saved['at_once']} at once: {bytes_(saved['disk_bytes'])}"
+    yield f"  checkpoint   {bytes_(saved['bytes'])}{most * (saved['at_once'] > 1)}"
 
 
 def _conventions(causal: str, every: str, unit: str = "") -> str:

@@ -28,6 +28,7 @@ from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
 from mtrain.plan.memory import activation_bytes, bytes_here
 from mtrain.plan.shrink import shrink
+from mtrain.plan.storage import Storage, at_once, storage
 
 # The most ranks that `rehearse` starts
 MOST_REHEARSED = 16
@@ -56,7 +57,8 @@ def check(
         works = (f"  {' '.join(words)}   ({why})" for words, why in _working(run, machine, argv))
         raise BadEnvironment(*_refusal(run, machine, lacking), "what works here:", *works)
     for shortage in lacking:
-        warn(f"[{shortage.code}] {shortage.text}; fix: {shortage.fix}")
+        code = f"[{shortage.code}] " if shortage.code else ""
+        warn(f"{code}{shortage.text}; fix: {shortage.fix}")
     if run.log.progress != "none" and (line := gpus.described(run, machine)):
         with suppress(OSError):
             say(line, error=True)
@@ -88,7 +90,7 @@ def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -
     lacking += gpus.shortages(run, machine, here, siblings=ranks_here is not None)
     if facts_of(run.cluster.device).on_host:
         lacking += map(Shortage, _cpu_shortages(run, grid, machine, ranks_here))
-    lacking += map(Shortage, _disk_shortages(run))
+    lacking += _disk_shortages(run)
     return [*lacking, *map(Shortage, _faults(run, here or grid.world, grid.world))]
 
 
@@ -133,23 +135,57 @@ def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
     return problems + conflicts(environment(run, Place(ranks), os.environ))
 
 
-def _disk_shortages(run: RunConfig) -> list[str]:
-    """Return the shortage of a disk that has no room for the weights of one checkpoint."""
+def _disk_shortages(run: RunConfig) -> Iterator[Shortage]:
+    """Yield the shortage of a disk that has no room for a checkpoint, or a warning if it has none
+    for all that exist at once.
+    """
     if not run.checkpoint.saves:
-        return []
+        return
     folder = user_path(run.log.runs_dir).absolute()
     try:
         place = next(p for p in (folder, *folder.parents) if p.is_dir())
-        free = shutil.disk_usage(place).free
+        disk = shutil.disk_usage(place)
     except (OSError, StopIteration):
-        return []  # the error of making the folder says more
-    needed = parameters(run.model) * bytes_of(run.precision.format)
-    if needed <= free:
-        return []
-    return [
-        f"needs more than {units.bytes_(needed)} of disk for a checkpoint; free at {place}:"
-        f" {units.bytes_(free)}"
-    ]
+        return  # the error of making the folder says more
+    if not disk.total:  # some file systems in user space do not report their size
+        return
+    free = f"free at {place}: {units.bytes_(disk.free)}"
+    found = _storage(run)
+    # without a plan, a lower bound: the weights
+    first = found.first if found is not None else parameters(run.model) * _weight_bytes(run)
+    if first > disk.free:
+        more = "" if found is not None else "more than "
+        yield Shortage(f"needs {more}{units.bytes_(first)} of disk for a checkpoint; {free}")
+    elif found is not None and found.total > disk.free and run.checkpoint.resume is None:
+        # A run that continues has some of them already.
+        yield Shortage(
+            f"log.runs_dir={run.log.runs_dir}: cannot hold all checkpoints of this run because up"
+            f" to {found.at_once} exist at once ({units.bytes_(found.total)}; {free})",
+            _fewer(run, found, disk.free),
+            warning=True,
+        )
+
+
+def _weight_bytes(run: RunConfig) -> int:
+    return bytes_of(run.precision.format)
+
+
+def _storage(run: RunConfig) -> Storage | None:
+    """Return the disk of a run's checkpoints; None: unknown."""
+    try:
+        return storage(run)
+    except ValueError:
+        return None
+
+
+def _fewer(run: RunConfig, found: Storage, free: int) -> str:
+    """Return a lower `checkpoint.keep` with which all checkpoints fit, or another disk."""
+    elsewhere = "log.runs_dir=FOLDER on a larger disk"
+    one = run.checkpoint.model_copy(update={"keep": 1})
+    # besides the newest: the one that is being written, permanent ones and the best
+    others = at_once(run.model_copy(update={"checkpoint": one})) - 1
+    keep = (free - found.first) // found.further + 1 - others
+    return f"checkpoint.keep={keep}, or {elsewhere}" if keep > 0 else elsewhere
 
 
 def _refusal(run: RunConfig, machine: Machine, lacking: Sequence[Shortage]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 from mtrain.config.engine.formats import bytes_of
@@ -16,7 +15,6 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid
 from mtrain.models.rank import Equipped, Rank
 from mtrain.models.registry import family_of
-from mtrain.models.weights import Weight, expert_tensors
 from mtrain.plan.count import (
     active_parameters,
     adapter_parameters,
@@ -27,7 +25,8 @@ from mtrain.plan.count import (
 from mtrain.plan.fits import is_small
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.recompute import Way, frontier
-from mtrain.plan.states import factor_bytes, main_weight_bytes, state_bytes_of, update_of
+from mtrain.plan.states import main_weight_bytes
+from mtrain.plan.storage import is_again, storage_of, whole
 from mtrain.plan.time.report import time_report
 from mtrain.plan.time.step import unknown
 from mtrain.units import GIB, devices
@@ -45,7 +44,8 @@ def report(run: RunConfig) -> dict[str, Any]:
     stages = stage_memories(run)
     memory = run.cluster.device_memory_gib
     worst = max(stages, key=lambda stage: stage.peak)
-    size = checkpoint_bytes(run, stages)
+    disk = storage_of(run, stages)
+    size = disk.first
     holds = None if memory is None else int(memory * GIB)
     found: dict[str, Any] = {
         "model": run.model.name,
@@ -74,7 +74,7 @@ def report(run: RunConfig) -> dict[str, Any]:
             "assumes": assumptions(run),
         },
         "time": time_report(run, size),
-        "checkpoint": {"bytes": size},
+        "checkpoint": {"bytes": size, "at_once": disk.at_once, "disk_bytes": disk.total},
         "notes": notes(run),
     }
     return found
@@ -130,7 +130,7 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
     by_kind: Counter[str] = Counter()
     for stage in stages:
         for weight in stage.states.weights:
-            by_kind[weight.kind] += 0 if _again(stage, weight) else whole(run, weight)
+            by_kind[weight.kind] += 0 if is_again(stage, weight) else whole(run, weight)
     total = parameters(run.model)
     dense, experts = adapter_parameters(run)
     moe = run.model.moe
@@ -150,20 +150,6 @@ def _parameters(run: RunConfig, stages: list[StageMemory]) -> dict[str, Any]:
             for s in stages
         ],
     }
-
-
-def whole(run: RunConfig, weight: Weight) -> int:
-    """Return the elements of a weight over all ranks of a stage that hold a part of it."""
-    p = run.parallel
-    if weight.kind == "experts" or weight.expert:
-        # Biases of experts count in the same way: their own expert-tensor parallelism is 1.
-        return weight.numel * p.ep * expert_tensors(p)
-    return weight.numel * (1 if weight.whole else p.tp)
-
-
-def _again(stage: StageMemory, weight: Weight) -> bool:
-    """Return whether an earlier stage has the same table."""
-    return weight.shared and stage.stage > 0
 
 
 def layers(held: tuple[Stage, ...]) -> str:
@@ -191,26 +177,6 @@ def _stage(stage: StageMemory) -> dict[str, Any]:
         "peak": stage.peak,
         "where": stage.where,
     }
-
-
-def checkpoint_bytes(run: RunConfig, stages: list[StageMemory]) -> int:
-    """Return the bytes of a checkpoint: every weight once, and main weight, moments and factors of
-    trained ones.
-    """
-    each = bytes_of(run.precision.format)
-    total = 0
-    how = update_of(run)
-    for stage in stages:
-        matrices = dict(stage.states.matrices)
-        for weight in stage.states.weights:
-            if not _again(stage, weight):
-                number = whole(run, weight)
-                total += number * each + (
-                    0 if weight.frozen else state_bytes_of(run, weight, number)
-                )
-                if how is not None and (one := matrices.get(weight)) is not None:
-                    total += number // sum(map(prod, one.parts)) * factor_bytes(how, one)
-    return total
 
 
 def notes(run: RunConfig) -> list[str]:
