@@ -200,6 +200,25 @@ def test_restarted_run_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     assert not alive
 
 
+def _executing() -> None:
+    """Have ranks executed, as on a device that does not survive a fork."""
+    from mtrain.launching import start
+
+    start.may_fork = lambda run: False  # type: ignore[assignment]
+
+
+@pytest.mark.full
+def test_restarted_run_of_executed_ranks_ends_bitwise(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    words = [*RUN, "--restarts", "1", "--inject", "kill@4:1"]
+    run = Launched(*words, cwd=tmp_path, patch=_executing)
+    assert run.wait() == 0, run.said
+    assert "restart 1 of 1: rank 1 was ended by SIGKILL (step 4)" in run.said
+    assert (tmp_path / "runs/run/start.json").is_file()
+    assert result(tmp_path / "runs/run") == undisturbed
+
+
 def _counting() -> None:
     """Write the launcher's descriptors, threads and children, and shared memory, at each
     restart.
@@ -220,18 +239,26 @@ def _counting() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["tp2pp2", "dp4"])
+@pytest.mark.parametrize(
+    ("layout", "ranks", "more"),
+    [
+        ("tp2pp2", 4, ()),
+        ("dp4", 4, ("checkpoint.async_save=true",)),
+        ("ep2", 2, ("model=mixtral_tiny",)),
+    ],
+    ids=["tp2pp2", "dp4", "ep2"],
+)
 def test_restarted_run_names_every_killed_rank_and_leaks_nothing(
-    layout: str, tmp_path: Path
+    layout: str, ranks: int, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     kills = 20
     dice = random.Random(kills)
     planned = [
-        (dice.choice(("kill", "kill_backward")), step, dice.randrange(4))
+        (dice.choice(("kill", "kill_backward")), step, dice.randrange(ranks))
         for step in range(1, kills + 1)
     ]
     inject = ",".join(f"{kind}@{step}:{rank}" for kind, step, rank in planned)
-    words = [*RUN, f"parallel={layout}", f"trainer.train_iters={kills}"]
+    words = [*RUN, *more, f"parallel={layout}", f"trainer.train_iters={kills}"]
     words += ["checkpoint.save_interval=1", "--restarts", str(kills), "--inject", inject]
     run = Launched(*words, cwd=tmp_path, patch=_counting)
     assert run.wait(300) == 0, run.said

@@ -130,6 +130,18 @@ def test_restarts_continue_from_newest_committed(attempts: Callable[..., Attempt
     ]
 
 
+def test_restarts_begin_with_imported_weights_as_weights(
+    attempts: Callable[..., Attempts],
+) -> None:
+    some = attempts(restarts=2)
+    some.weights = some.home / CHECKPOINTS / "step_00000000"
+    some.weights.mkdir(parents=True)
+    (some.weights / MANIFEST).touch()
+    some._again(failure("a fault", 1))
+    assert some.checkpoint is None
+    assert json.loads((some.home / RESTARTS).read_text())["checkpoint"] is None
+
+
 def test_restarts_off_raise_the_error_itself(attempts: Callable[..., Attempts]) -> None:
     some = attempts()
     cause = failure("a fault", 3)

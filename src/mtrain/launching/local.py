@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -97,7 +98,7 @@ def _launched(
             owned.folder,
             owned.checkpoint,
             owned.weights,
-            partial(say, run),
+            partial(_say_after_ranks, run),
             injected,
         )
         attempts.train(environment_of(run, owned.folder))
@@ -162,6 +163,12 @@ def say(run: RunConfig, text: str) -> None:
     if run.log.progress != "none":
         with suppress(OSError):
             say_page(text)
+
+
+def _say_after_ranks(run: RunConfig, text: str) -> None:
+    """Print a line below the progress bar that a killed rank leaves on a terminal."""
+    barred = run.log.progress in ("auto", "live") and sys.stdout.isatty()
+    say(run, f"\n{text}" if barred else text)
 
 
 def import_for(run: RunConfig) -> None:

@@ -102,7 +102,10 @@ class Attempts:
         root = self.home / CHECKPOINTS
         with suppress(OSError):
             ckpt_folder.sweep(root)
-        self.checkpoint = resume.newest(self.home, []) or self.checkpoint
+        newest = resume.newest(self.home, [])
+        # Imported weights are a checkpoint of step 0, from which nothing but weights is taken.
+        if newest is not None and newest != self.weights:
+            self.checkpoint = newest
         self.times.append(self.clock())
         self.injected = faults.left(self.injected, max(failure.step, reached))
         self._record(failure, _put_aside(self.home / ERRORS, len(self.times)))
