@@ -208,7 +208,7 @@ def tensors_of(context: Any) -> list[Any]:
 
 
 def copied(context: Any) -> tuple[float, int]:
-    """Return the median seconds of a copy of all tensors to memory that is there, and its size."""
+    """Return the median seconds of a copy of all tensors to such memory, and its size."""
     import torch
 
     tensors = [shard.tensor.detach() for shard in tensors_of(context)]

@@ -13,7 +13,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.launching.preflight import shortages
 from mtrain.launching.verdict.figures import nbytes
 from mtrain.plan.count import parameters
-from mtrain.plan.storage import at_once, storage
+from mtrain.plan.storage import at_once, copies, storage
 from tests.support.configs import LAPTOP, tiny
 from tests.support.saved import manifest_of
 
@@ -92,3 +92,17 @@ def test_checkpoint_disk_too_small_for_all_warns(monkeypatch: pytest.MonkeyPatch
     assert "of disk for a checkpoint" in text
     disk.total = 0
     assert said() == []
+
+
+def test_checkpoint_copies_beyond_the_memory_are_refused() -> None:
+    run = saving(async_save=True, staging_mib=64)
+    small = Machine(cpu_cores=2, memory_bytes=1 << 20)
+    lines = [line for shortage in shortages(run, small) for line in shortage.lines()]
+    assert any("checkpoint.staging_mib=64: needs " in line for line in lines)
+    assert not any("staging_mib" in str(shortage) for shortage in shortages(run, LAPTOP))
+    # The copies are no larger than the state.
+    state = copies(run)
+    assert state is not None
+    assert 0 < state < 64 << 20
+    assert copies(saving(async_save=True, staging_mib=1)) == min(state, 1 << 20)
+    assert copies(saving(async_save=False)) == 0

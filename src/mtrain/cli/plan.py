@@ -166,7 +166,9 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
     yield f"  micro-batch  {r.trainer.micro} x {r.data.length} = {count(tokens)} tokens"
     saved = found["checkpoint"]
     most = f", up to {saved['at_once']} at once: {bytes_(saved['disk_bytes'])}"
-    yield f"  checkpoint   {bytes_(saved['bytes'])}{most * (saved['at_once'] > 1)}"
+    copies = f"; copies of {bytes_(saved['staged_bytes'])} in the host memory of a rank"
+    more = most * (saved["at_once"] > 1) + copies * bool(saved["staged_bytes"])
+    yield f"  checkpoint   {bytes_(saved['bytes'])}{more}"
 
 
 def _conventions(causal: str, every: str, unit: str = "") -> str:

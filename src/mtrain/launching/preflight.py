@@ -28,7 +28,7 @@ from mtrain.layout.grid import RankGrid
 from mtrain.plan.count import parameters
 from mtrain.plan.memory import activation_bytes, bytes_here
 from mtrain.plan.shrink import shrink
-from mtrain.plan.storage import Storage, at_once, storage
+from mtrain.plan.storage import Storage, at_once, copies, storage
 
 # The most ranks that `rehearse` starts
 MOST_REHEARSED = 16
@@ -90,6 +90,7 @@ def shortages(run: RunConfig, machine: Machine, ranks_here: int | None = None) -
     lacking += gpus.shortages(run, machine, here, siblings=ranks_here is not None)
     if facts_of(run.cluster.device).on_host:
         lacking += map(Shortage, _cpu_shortages(run, grid, machine, ranks_here))
+    lacking += map(Shortage, _copy_shortages(run, machine, here or grid.world))
     lacking += _disk_shortages(run)
     return [*lacking, *map(Shortage, _faults(run, here or grid.world, grid.world))]
 
@@ -112,6 +113,29 @@ def _cpu_shortages(
     if ranks_here is None and grid.world > MAX_CPU_RANKS:
         out.append(f"needs {grid.world} processes; on a CPU at most {MAX_CPU_RANKS} are started")
     return out
+
+
+def _copy_shortages(run: RunConfig, machine: Machine, here: int) -> list[str]:
+    """Return the shortage of host memory for the copies that `checkpoint.staging_mib` asks for;
+    without that key a save takes no more than is free.
+    """
+    mib = run.checkpoint.staging_mib
+    if mib is None or not run.checkpoint.async_save or not run.checkpoint.saves:
+        return []
+    own = None
+    with suppress(ValueError):  # without a plan, at most what the key allows
+        own = copies(run)
+    needed = here * (mib * units.MIB if own is None else own)
+    if facts_of(run.cluster.device).on_host:
+        needed += bytes_here(run) * here // RankGrid.of(run).world
+    if needed <= machine.memory_bytes:
+        return []
+    fits = max(16, machine.memory_bytes // (4 * max(1, here) * units.MIB))
+    return [
+        f"checkpoint.staging_mib={mib}: needs {units.bytes_(needed)} of host memory for the copies"
+        f" of {units.number_of(here, 'rank')}; here: {units.bytes_(machine.memory_bytes)}. Use"
+        f" checkpoint.staging_mib={fits}, or checkpoint.async_save=false"
+    ]
 
 
 def too_few_devices(run: RunConfig, machine: Machine, machines: int) -> list[str]:

@@ -26,7 +26,7 @@ from mtrain.plan.fits import is_small
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.recompute import Way, frontier
 from mtrain.plan.states import main_weight_bytes
-from mtrain.plan.storage import is_again, storage_of, whole
+from mtrain.plan.storage import is_again, staged, storage_of, whole
 from mtrain.plan.time.report import time_report
 from mtrain.plan.time.step import unknown
 from mtrain.units import GIB, devices
@@ -74,7 +74,12 @@ def report(run: RunConfig) -> dict[str, Any]:
             "assumes": assumptions(run),
         },
         "time": time_report(run, size),
-        "checkpoint": {"bytes": size, "at_once": disk.at_once, "disk_bytes": disk.total},
+        "checkpoint": {
+            "bytes": size,
+            "at_once": disk.at_once,
+            "disk_bytes": disk.total,
+            "staged_bytes": staged(run, stages),
+        },
         "notes": notes(run),
     }
     return found

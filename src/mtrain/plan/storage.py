@@ -1,4 +1,6 @@
-"""The disk of a run's checkpoints: the bytes of one, and the most that exist at once."""
+"""The disk of a run's checkpoints: the bytes of one, and the most that exist at once; and the host
+memory of a save.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from mtrain.models.weights import Weight, expert_tensors
 from mtrain.plan.fits import is_small
 from mtrain.plan.rank import StageMemory, stage_memories
 from mtrain.plan.states import factor_bytes, state_bytes_of, update_of
+from mtrain.units import MIB
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,28 @@ def storage_of(run: RunConfig, stages: Sequence[StageMemory]) -> Storage:
                 trained += number // sum(map(prod, one.parts)) * factor_bytes(how, one)
     linked = frozen if run.peft.kind is not None else 0
     return Storage(trained + frozen, trained + frozen - linked, at_once(run))
+
+
+def staged(run: RunConfig, stages: Sequence[StageMemory]) -> int:
+    """Return the bytes of host memory that a rank takes for the copies of a save in the background;
+    0: it saves none in this way.
+
+    It is that of the rank with the most: the first replica, which writes whole weights.
+    """
+    c = run.checkpoint
+    if not c.async_save or not c.saves:
+        return 0
+    most = max(stage.parts["weights"] + stage.parts["optimizer"] for stage in stages)
+    return most if c.staging_mib is None else min(most, c.staging_mib * MIB)
+
+
+def copies(run: RunConfig) -> int | None:
+    """Return `staged` of a resolved run; None: it is unknown, or would take long to find.
+
+    Raises:
+        ValueError: stages do not fit the model.
+    """
+    return staged(run, stage_memories(run)) if is_small(run) else None
 
 
 def is_again(stage: StageMemory, weight: Weight) -> bool:
