@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from mtrain.api import load
+from mtrain.clusters import placement
+from mtrain.clusters.job import Job
 from mtrain.clusters.kubernetes import KINDS
 from mtrain.clusters.launchers import render
 from mtrain.config.compose.paths import recipe_names
@@ -34,12 +36,17 @@ LAUNCHERS = {
 }
 
 
+def with_packages() -> dict[str, str]:
+    """Return an environment in which Python finds the packages of `make .launch-test`."""
+    paths = [str(PACKAGES), str(ROOT), *(path for path in sys.path if path)]
+    return {**environment(), "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def validated(folder: Path) -> dict[str, list[str]]:
     """Return the faults of each job in a folder; skip if a validator is absent."""
-    paths = [str(PACKAGES), str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.validators", str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env=with_packages(),
         capture_output=True,
         text=True,
         check=False,
@@ -47,7 +54,7 @@ def validated(folder: Path) -> dict[str, list[str]]:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     if said["missing"]:
-        pytest.skip(f"make .launch-test installs {'; '.join(said['missing'].values())}")
+        pytest.skip(f"{'; '.join(said['missing'].values())}: make .launch-test installs it")
     return said["faults"]
 
 
@@ -141,3 +148,29 @@ def test_jobs_restarted_pod_continues_its_run(tmp_path: Path) -> None:
     assert code == 75
     assert f"{saved.name}: step {step}" in again
     assert len([folder for folder in (tmp_path / "runs").iterdir() if folder.is_dir()]) == 1
+
+
+def test_jobs_ray_places_one_launcher_a_machine(tmp_path: Path) -> None:
+    find = "import importlib.util as u, sys; sys.exit(u.find_spec('ray') is None)"
+    if subprocess.run([sys.executable, "-c", find], env=with_packages(), check=False).returncode:
+        pytest.skip("ray: make .launch-test installs it")
+    words = ["launch=ray", f"launch.workdir={tmp_path}", "cluster=cpu", "cluster.nodes=2"]
+    words += ["parallel=dp2", "log.name=run", "log.progress=plain", "checkpoint.save_final=false"]
+    words += [*SMALL, "trainer.train_iters=3", f"launch.command=[{sys.executable},-m,mtrain]"]
+    job = Job(load(words, to_run=False).run)
+    for name, text in {"run.yaml": job.yaml, **placement.files(job)}.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "tests.support.ray_cluster", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=with_packages(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in steps if "loss" in line][-1] == 3
+    settings = json.loads(placement.files(job)["job.json"])
+    settings["words"] = [sys.executable, "-c", "raise SystemExit(75)"]
+    (tmp_path / "job.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        command, cwd=ROOT, env=with_packages(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 75, done.stdout + done.stderr
