@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ HOSTILE = (
 STUB = """#!/bin/bash
 printf '%s\\0' "$@" > "$HERE/${0##*/}"
 printf '%s' "${MTRAIN_MACHINE:-} of ${MTRAIN_MACHINES:-} ${RANK:-none}" > "$HERE/place"
-touch "$HERE/started"
 trap 'exit 75' TERM
+touch "$HERE/trapped"
 if [ -n "${WAITS:-}" ]; then for i in $(seq 200); do sleep 0.05; done; fi
 exit "${ENDS:-0}"
 """
@@ -270,6 +271,24 @@ def test_manifests_ray_hostile_values_run_nothing(tmp_path: Path, stubs: dict[st
     assert not list(tmp_path.rglob("canary"))
 
 
+def test_manifests_ray_machine_saves_when_stopped(
+    tmp_path: Path, stubs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**stubs, "WAITS": "yes"}.items():
+        monkeypatch.setenv(name, value)
+    files = placement.files(Job(configured("launch=ray", f"launch.workdir={tmp_path}")))
+    machine = Machine(json.loads(files["job.json"]), "")
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(machine.run(0, "a", 1)))
+    thread.start()
+    # the stub has set its trap
+    while not (tmp_path / "trapped").exists():
+        assert thread.is_alive()
+    machine.stop()
+    thread.join(10)
+    assert codes == [75]
+
+
 def test_manifests_ray_machine_lacking_something_refuses(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,7 +308,7 @@ def test_manifests_pytorchjob_saved_run_is_restarted(tmp_path: Path, stubs: dict
     container = container_of(replicas["Worker"]["template"])
     ranks = {"RANK": "1", "WORLD_SIZE": "2"}
     pod = started(container, tmp_path, {**stubs, **ranks, "WAITS": "yes"})
-    while not (tmp_path / "started").exists():
+    while not (tmp_path / "trapped").exists():
         assert pod.poll() is None
     pod.send_signal(signal.SIGTERM)
     # The operator restarts a pod after 128 and more.

@@ -68,7 +68,7 @@ def pod(
     for name in launch.env:
         key = {"name": launch.secret, "key": name}
         environment.append({"name": name, "valueFrom": {"secretKeyRef": key}})
-    resources = {name: str(quantity) for name, quantity in launch.resources.items()}
+    resources = dict(launch.resources)
     device = GPUS.get(job.run.cluster.device)
     if job.devices_each and device is not None:
         resources.setdefault(device, str(job.devices_each))
