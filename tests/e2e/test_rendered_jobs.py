@@ -150,6 +150,24 @@ def test_jobs_restarted_pod_continues_its_run(tmp_path: Path) -> None:
     assert len([folder for folder in (tmp_path / "runs").iterdir() if folder.is_dir()]) == 1
 
 
+def test_jobs_task_on_two_machines_continues_its_run(tmp_path: Path) -> None:
+    words = ["launch=skypilot", PLACE, f"launch.workdir={tmp_path}", "log.runs_dir=/work/runs"]
+    words += ["cluster=cpu", "cluster.nodes=2", "parallel=dp2", "checkpoint.save_interval=2"]
+    script = yaml.safe_load(rendered(tmp_path, *words))["run"]
+    script = script.replace("/work/runs", str(tmp_path / "runs"))
+    variables = {"SKYPILOT_TASK_ID": "sky-managed-1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
+    other = {**environment(), **variables, "SKYPILOT_NODE_RANK": "1"}
+    saved = ""
+    for start in range(2):
+        second = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=other)
+        first = {**variables, "SKYPILOT_NODE_RANK": "0"}
+        code, output = stopped_after(4 + 8 * start, ["bash", "-c", script], tmp_path, first)
+        assert (code, second.wait(60)) == (75, 75)
+        assert saved in output
+        saved = max((tmp_path / "runs").glob("*/checkpoints/step_*")).name
+    assert len([folder for folder in (tmp_path / "runs").iterdir() if folder.is_dir()]) == 1
+
+
 def test_jobs_ray_places_one_launcher_a_machine(tmp_path: Path) -> None:
     find = "import importlib.util as u, sys; sys.exit(u.find_spec('ray') is None)"
     if subprocess.run([sys.executable, "-c", find], env=with_packages(), check=False).returncode:

@@ -211,7 +211,7 @@ def test_clusters_recipe_with_launcher_is_refused(tmp_path: Path) -> None:
     whole.write_text(run_yaml(load(BATCH, to_run=False).run))
     maps = tmp_path / "maps.yaml"
     maps.write_text("launch: {volumes: {/work: theirs}, resources: {cpu: 1}}\n")
-    pods = "launch.kind=kubernetes launch.image=a:1".split()
+    pods = ["launch.kind=kubernetes", "launch.image=a:1"]
     cases = [[f"recipe={sets}"], [f"recipe={chooses}"], [f"run={whole}"], [f"recipe={maps}", *pods]]
     for words in cases:
         with pytest.raises(ConfigError) as refused:
