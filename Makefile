@@ -30,12 +30,20 @@ test: install
 test-all: full
 	$(MAKE) -j 2 oracle fuzz
 
-full: install .triton-3.6
+full: install .triton-3.6 .launch-test
 	$(PYTEST) -m 'full or engine' --part=$(or $(PART),1/1)
 
 # The oldest Triton that is admitted, beside the installed one: kernels/tests/test_aot.py compiles with both
 .triton-3.6: | $(STAMP)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $@ 'triton==3.6.*'
+
+# Schemas of Kubernetes, JobSet, Kubeflow and SkyPilot, which tests/e2e/test_rendered_jobs.py holds jobs against, and Ray.
+# They lie in a folder of their own (430 MB): whole, SkyPilot brings sixty packages and another release of click.
+LAUNCH_TEST := kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 kubeflow-training==1.9.4 skypilot==0.14.1 \
+  kubernetes==35.0.0 importlib_resources==7.1.0 oauthlib==4.0.1 requests-oauthlib==2.0.0 websocket-client==1.9.2 \
+  durationpy==0.11 retrying==1.4.2 six==1.17.0 ray==2.60.0 msgpack==1.2.4 protobuf==7.36.2
+.launch-test: | $(STAMP)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $@ $(LAUNCH_TEST)
 
 # megatron-core's newest release that is supported lies in a folder of its own, in front of the installed one
 ENGINE := $(VENV)/megatron-core-0.19.2

@@ -28,7 +28,7 @@ from mtrain.cli.main import main as mtrain_main
 from mtrain.units import GIB, count, duration
 from tests.support.commands import ROOT, environment
 
-PRINTED = ("check", "plan", "show", "explain", "choices")
+PRINTED = ("check", "plan", "show", "explain", "choices", "render")
 """Verbs that print the same on every machine, if a command names its cluster."""
 PICTURED = "recipe=llama3/70b_h100x64"
 PICTURE = ROOT / "docs/images/plan.svg"

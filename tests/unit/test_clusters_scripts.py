@@ -209,10 +209,18 @@ def test_clusters_recipe_with_launcher_is_refused(tmp_path: Path) -> None:
     chooses.write_text("defaults: [override /launch: slurm]\n")
     whole = tmp_path / "whole.yaml"
     whole.write_text(run_yaml(load(BATCH, to_run=False).run))
-    for word in (f"recipe={sets}", f"recipe={chooses}", f"run={whole}"):
+    maps = tmp_path / "maps.yaml"
+    maps.write_text("launch: {volumes: {/work: theirs}, resources: {cpu: 1}}\n")
+    pods = ["launch.kind=kubernetes", "launch.image=a:1"]
+    cases = [[f"recipe={sets}"], [f"recipe={chooses}"], [f"run={whole}"], [f"recipe={maps}", *pods]]
+    for words in cases:
         with pytest.raises(ConfigError) as refused:
-            load([word], to_run=False)
+            load(words, to_run=False)
         assert {problem.code for problem in refused.value.problems} == {"MT021"}
+    assert [problem.path for problem in refused.value.problems] == [
+        "launch.volumes./work",
+        "launch.resources.cpu",
+    ]
     # a choice of one's own may
     assert load([f"launch={tmp_path}/launch/mine.yaml"], to_run=False).run.launch.partition == "gpu"
 

@@ -37,7 +37,7 @@ def _jobset(job: Job) -> list[Document]:
     first = f"{job.name}-{CONTAINER}-0-0.{job.name}"
     variables = {"JOB_COMPLETIONS": str(job.machines), "MASTER_ADDR": first}
     spec = _set_of(job, pod(job, command(job), variables))
-    spec["network"] = {"enableDNSHostnames": True, "publishNotReadyPods": True}
+    spec["network"] = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
     return [configuration(job), named(job, "JobSet", "jobset.x-k8s.io/v1alpha2", spec)]
 
 

@@ -43,16 +43,10 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = '"'
     if _PLAIN.match(text):
         style = ""
-    elif text.endswith("\n") and _is_block(text):
+    elif text.endswith("\n"):
+        # PyYAML quotes a text that a literal block would change.
         style = "|"
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-def _is_block(text: str) -> bool:
-    """Return whether a literal block keeps a text as it is, in every version of YAML."""
-    lines = text[:-1].split("\n")
-    plain = all(line.isascii() and line.isprintable() and line == line.rstrip() for line in lines)
-    return plain and not text.startswith((" ", "\n"))
 
 
 _Dumper.add_representer(str, _text)

@@ -68,10 +68,10 @@ def pod(
     for name in launch.env:
         key = {"name": launch.secret, "key": name}
         environment.append({"name": name, "valueFrom": {"secretKeyRef": key}})
-    resources: dict[str, str | int] = dict(launch.resources)
+    resources = dict(launch.resources)
     device = GPUS.get(job.run.cluster.device)
     if job.devices_each and device is not None:
-        resources.setdefault(device, job.devices_each)
+        resources.setdefault(device, str(job.devices_each))
     main: Part = {"name": container, "image": launch.image}
     if runs:
         main["command"] = [literal(text) for text in runs]
@@ -124,6 +124,7 @@ def job_spec(job: Job, template: Part) -> Part:
     in new pods, which count for nothing.
     """
     codes: Part = {"containerName": CONTAINER, "operator": "In"}
+    disrupted = {"type": "DisruptionTarget", "status": "True"}
     return {
         "completionMode": "Indexed",
         "completions": job.machines,
@@ -133,7 +134,7 @@ def job_spec(job: Job, template: Part) -> Part:
             "rules": [
                 {"action": "FailJob", "onExitCodes": {**codes, "values": list(FINAL)}},
                 {"action": "Ignore", "onExitCodes": {**codes, "values": [Preempted.exit_code]}},
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+                {"action": "Ignore", "onPodConditions": [disrupted]},
             ]
         },
         "template": {"spec": template},

@@ -14,7 +14,7 @@ from mtrain import startup
 from mtrain.clusters.launchers import FILE, INPUT, LAUNCHERS, Command
 from mtrain.config.compose.paths import program
 from mtrain.config.schema.launch import LaunchConfig
-from mtrain.errors import BadEnvironment, ConfigError
+from mtrain.errors import BadEnvironment, ConfigError, Problem
 
 
 def submit(launch: LaunchConfig, file: Path, tell: Callable[[str], None]) -> None:
@@ -37,10 +37,9 @@ def submit(launch: LaunchConfig, file: Path, tell: Callable[[str], None]) -> Non
 def _run(command: Command, file: Path, kind: str, tell: Callable[[str], None]) -> None:
     needed = command.program or command.words[0]
     if shutil.which(needed) is None:
-        raise BadEnvironment(
-            f"{needed} is not installed on this machine, and launch.kind={kind} submits with it",
-            f"  fix: submit where {needed} is installed, or render the job to a file",
-        )
+        fix = f"a machine where {needed} is installed, or {program()} render launch={kind}"
+        lacking = Problem("MT478", "launch.kind", kind, f"{needed} is not installed", fix)
+        raise BadEnvironment(*lacking.render().split("\n"))
     words = [str(file) if word == FILE else word for word in command.words]
     given = b""
     if INPUT in words:

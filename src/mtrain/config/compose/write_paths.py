@@ -84,13 +84,17 @@ def foreign_launcher(
     if chooser != COMMAND_LINE:
         out.append(Problem("MT021", "launch", run.launch.kind, "", "launch=local", chooser))
     for key, value in run.flat().items():
-        field = field_of(key) if key.startswith("launch.") else None
-        source = origin_of(key).rpartition(":")[0]
-        if field is None or not source or is_own(source):
+        if not key.startswith("launch."):
             continue
-        # run.yaml has every key, at its default
-        if value not in (field.default, _plain(field.default)):
-            out.append(Problem("MT021", key, value, "", override(key, value), origin_of(key)))
+        source = origin_of(key).rpartition(":")[0]
+        if not source or is_own(source):
+            continue
+        # run.yaml has every key, at its default; an entry of a mapping is no key, and has none.
+        field = field_of(key)
+        if field is None or value not in (field.default, _plain(field.default)):
+            mapping = ".".join(key.split(".")[:2])
+            fix = override(key, value) if field is not None else f"{mapping}={{KEY:VALUE}}"
+            out.append(Problem("MT021", key, value, "", fix, origin_of(key)))
     return out
 
 

@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Iterator
 
 from mtrain.config.machine.devices import CPU, CUDA
-from mtrain.config.rules.finding import Finding
+from mtrain.config.rules.finding import Finding, each
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 
@@ -112,8 +112,7 @@ def resumed_job(run: RunConfig) -> Iterator[Finding]:
     """
     resume = run.checkpoint.resume
     if run.launch.kind in (KUBERNETES, SKYPILOT, RAY) and resume not in (None, "auto"):
-        fixes = [{"checkpoint.resume": None}, {"checkpoint.resume": "auto"}]
-        yield Finding("MT473", "checkpoint.resume", fixes=fixes)
+        yield Finding("MT473", "checkpoint.resume", fixes=each("checkpoint.resume", [None, "auto"]))
 
 
 @rule(

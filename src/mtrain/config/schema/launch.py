@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mtrain.config.schema.base import Degree, Key, NonNegativeInt, Section
 
@@ -36,7 +36,11 @@ Label = Annotated[str, Field(pattern=LABEL, max_length=63)]
 Folder = Annotated[str, Field(pattern=FOLDER, max_length=500)]
 Volume = Annotated[str, Field(pattern=VOLUME, max_length=253)]
 Resource = Annotated[str, Field(pattern=RESOURCE, max_length=253)]
-Quantity = Annotated[str, Field(pattern=QUANTITY, max_length=40)]
+Quantity = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Field(pattern=QUANTITY, max_length=40),
+]
 
 
 class LaunchConfig(Section):
@@ -122,10 +126,9 @@ class LaunchConfig(Section):
     shm_gib: Annotated[Degree | None, Key(when="launch.kind=kubernetes", unit="GiB")] = None
     """Shared memory of a pod in GiB (/dev/shm); null: 8 for each rank on a machine."""
     resources: Annotated[
-        dict[Resource, Quantity | NonNegativeInt], Key(when="launch.kind=kubernetes", aka="limits")
+        dict[Resource, Quantity], Key(when="launch.kind=kubernetes", aka="limits")
     ] = {}
-    """Resources of a pod besides its GPUs, as Kubernetes names them: {cpu: "96", memory: 1800Gi}.
-    """
+    """Resources of a pod besides its GPUs, as Kubernetes names them: {cpu: 96, memory: 1800Gi}."""
     restarts: Annotated[NonNegativeInt, Key(when="launch.kind=kubernetes", aka="max_restarts")] = 3
     """Restarts of a JobSet or TrainJob after failures. A run that was stopped and has saved (exit
     code 75) restarts without a limit, and one with invalid input, a faulty environment or damaged
