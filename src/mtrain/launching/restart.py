@@ -102,7 +102,10 @@ class Attempts:
         root = self.home / CHECKPOINTS
         with suppress(OSError):
             ckpt_folder.sweep(root)
-        newest = resume.newest(self.home, [])
+        try:
+            newest = resume.newest(self.home, [])
+        except OSError as error:  # a disk that is gone must not hide what failed first
+            raise failure.error from error
         # Imported weights are a checkpoint of step 0, from which nothing but weights is taken.
         if newest is not None and newest != self.weights:
             self.checkpoint = newest

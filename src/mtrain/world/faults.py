@@ -110,9 +110,12 @@ def armed() -> bool:
     return bool(_armed)
 
 
-def reach(moment: str) -> None:
-    """Do the fault of this moment of the current step, if there is one."""
+def reach(moment: str, step: int | None = None) -> None:
+    """Do the fault of this moment of a step, if there is one.
+
+    `step` is for a process that makes no steps itself; None: the step that this process makes.
+    """
     for fault in _armed:
         kind = KINDS[fault.kind]
-        if kind.moment == moment and fault.step == heartbeat.step:
+        if kind.moment == moment and fault.step == (heartbeat.step if step is None else step):
             kind.act()
