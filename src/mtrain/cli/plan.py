@@ -166,7 +166,8 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
     yield f"  micro-batch  {r.trainer.micro} x {r.data.length} = {count(tokens)} tokens"
     saved = found["checkpoint"]
     most = f", up to {saved['at_once']} at once: {bytes_(saved['disk_bytes'])}"
-    yield f"  checkpoint   {bytes_(saved['bytes'])}{most * (saved['at_once'] > 1)}"
+    exports = f"; all exports: {bytes_(saved['export_bytes'])}" if saved["export_bytes"] else ""
+    yield f"  checkpoint   {bytes_(saved['bytes'])}{most * (saved['at_once'] > 1)}{exports}"
 
 
 def _conventions(causal: str, every: str, unit: str = "") -> str:

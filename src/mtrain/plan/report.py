@@ -74,7 +74,12 @@ def report(run: RunConfig) -> dict[str, Any]:
             "assumes": assumptions(run),
         },
         "time": time_report(run, size),
-        "checkpoint": {"bytes": size, "at_once": disk.at_once, "disk_bytes": disk.total},
+        "checkpoint": {
+            "bytes": size,
+            "at_once": disk.at_once,
+            "disk_bytes": disk.checkpoints,
+            "export_bytes": disk.exports,
+        },
         "notes": notes(run),
     }
     return found
