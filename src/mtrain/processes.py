@@ -7,8 +7,10 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 
@@ -19,6 +21,18 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def in_background(parent: int, command: Sequence[str]) -> NoReturn:
+    """Become a command that yields to all others and ends with `parent`.
+
+    Where memory runs out, the kernel ends it before any other process (Linux only).
+    """
+    die_with(parent)
+    os.nice(19)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    os.execv(command[0], list(command))
 
 
 @contextmanager

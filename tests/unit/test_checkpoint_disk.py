@@ -52,6 +52,15 @@ def test_checkpoint_bytes_are_those_of_the_manifest() -> None:
     assert found.total == 3 * written
 
 
+def test_checkpoint_exports_are_counted() -> None:
+    plain = saving(save_interval=30, keep=2)
+    found = storage(saving(save_interval=30, keep=2, hf_every=2))
+    assert found is not None
+    # steps 30, 60, 90 and 100 are saved, 60 and 100 exported
+    assert found.exports == 2 * 4 * parameters(plain.model)
+    assert found.total == found.checkpoints + found.exports
+
+
 def test_checkpoint_linked_weights_count_once() -> None:
     run = resolve(tiny(peft__kind="lora", checkpoint__save_interval=10), LAPTOP)
     found = storage(run)

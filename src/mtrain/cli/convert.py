@@ -9,6 +9,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.api import load
+from mtrain.ckpt.folder import reading
 from mtrain.cli.atomic_output import drafted, given_paths, new_folder, read_dtype, source_and_new
 from mtrain.cli.convert_megatron import export_megatron, import_megatron, of_megatron
 from mtrain.cli.output import refusal
@@ -100,13 +101,14 @@ def export(argv: list[str]) -> int:
     target, rest = target_of(argv, "convert export", USAGE)
     paths = [word for word in rest if "=" not in word]
     options = dict(word.split("=", 1) for word in rest if "=" in word)
-    unknown = sorted(options.keys() - {"dtype", "model_type", "peft"})
+    unknown = sorted(options.keys() - {"dtype", "model_type", "peft", "logits"})
     if len(paths) != 1 or unknown:
         why = f"{unknown[0]} is no option" if unknown else "the folder to write is missing"
         usage = f"{program()} convert export RUN HF_DIR [dtype=bf16]"
         raise refusal(f"cannot export because {why}", usage, "MT002")
     dtype = read_dtype(options)
     version = _peft_version(options)
+    compared = _compares(options)
     out = new_folder(Path(paths[0]).expanduser())
     path = newest(target, USAGE)
     from mtrain.convert import certificate
@@ -116,29 +118,43 @@ def export(argv: list[str]) -> int:
     from mtrain.convert.huggingface.model import tables
     from mtrain.convert.raw_arrays import IN_TORCH
 
-    run = read_run_file(path / RUN_FILE)
-    home = _home_of(path)
-    kind, body = _config_of(run, home, options.get("model_type"))
-    checkpoint = CheckpointReader.open(path)
-    table = tables(kind, run.model)[0]
-    weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
-    if version is not None:
-        return _export_adapters(weights, kind, out, version, home)
-    with drafted(out, "exporting") as draft:
-        record = export_weights(weights, draft)
-        stored = IN_TORCH[weights.dtype_of(weights.found.steps[0])]
-        said = "dtype" if "dtype" in body else "torch_dtype"
-        _write_companions(draft, home, {**body, said: stored})
-        found = (
-            _logits(run, path, draft) if dtype in (None, "F32") else {"left_out": "another format"}
-        )
-        certificate.write(draft, "export", kind, record, found)
+    # Nobody deletes the checkpoint meanwhile.
+    with reading(path):
+        run = read_run_file(path / RUN_FILE)
+        home = _home_of(path)
+        kind, body = _config_of(run, home, options.get("model_type"))
+        checkpoint = CheckpointReader.open(path)
+        table = tables(kind, run.model)[0]
+        weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
+        if version is not None:
+            return _export_adapters(weights, kind, out, version, home)
+        with drafted(out, "exporting") as draft:
+            record = export_weights(weights, draft)
+            stored = IN_TORCH[weights.dtype_of(weights.found.steps[0])]
+            said = "dtype" if "dtype" in body else "torch_dtype"
+            _write_companions(draft, home, {**body, said: stored})
+            if not compared:
+                found = {"left_out": "logits=false"}
+            elif dtype not in (None, "F32"):
+                found = {"left_out": "another format"}
+            else:
+                found = _logits(run, path, draft)
+            certificate.write(draft, "export", kind, record, found)
     size = sum(file.stat().st_size for file in out.iterdir())
     say(
         f"exported {path}: {kind}, {len(record.target)} tensors, {bytes_(size)} in"
         f" {out}{_said(found)}"
     )
     return 0
+
+
+def _compares(options: dict[str, str]) -> bool:
+    """Return whether an export compares its logits with those of transformers."""
+    word = options.get("logits", "true")
+    if word not in ("true", "false"):
+        rule = "cannot be written because it is neither true nor false"
+        raise refusal(rule, "logits=false", "MT003", "logits", word)
+    return word == "true"
 
 
 def _peft_version(options: dict[str, str]) -> str | None:

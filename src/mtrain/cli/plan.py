@@ -167,7 +167,9 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
     saved = found["checkpoint"]
     most = f", up to {saved['at_once']} at once: {bytes_(saved['disk_bytes'])}"
     copies = f"; copies of {bytes_(saved['staged_bytes'])} in the host memory of a rank"
+    exports = f"; all exports: {bytes_(saved['export_bytes'])}"
     more = most * (saved["at_once"] > 1) + copies * bool(saved["staged_bytes"])
+    more += exports * bool(saved["export_bytes"])
     yield f"  checkpoint   {bytes_(saved['bytes'])}{more}"
 
 

@@ -182,9 +182,10 @@ def _disk_shortages(run: RunConfig) -> Iterator[Shortage]:
         yield Shortage(f"needs {more}{units.bytes_(first)} of disk for a checkpoint; {free}")
     elif found is not None and found.total > disk.free and run.checkpoint.resume is None:
         # A run that continues has some of them already.
+        exported = " with exports" if found.exports else ""
         yield Shortage(
             f"log.runs_dir={run.log.runs_dir}: cannot hold all checkpoints of this run because up"
-            f" to {found.at_once} exist at once ({units.bytes_(found.total)}; {free})",
+            f" to {found.at_once} exist at once ({units.bytes_(found.total)}{exported}; {free})",
             _fewer(run, found, disk.free),
             warning=True,
         )
@@ -208,7 +209,7 @@ def _fewer(run: RunConfig, found: Storage, free: int) -> str:
     one = run.checkpoint.model_copy(update={"keep": 1})
     # besides the newest: the one that is being written, permanent ones and the best
     others = at_once(run.model_copy(update={"checkpoint": one})) - 1
-    keep = (free - found.first) // found.further + 1 - others
+    keep = (free - found.exports - found.first) // found.further + 1 - others
     return f"checkpoint.keep={keep}, or {elsewhere}" if keep > 0 else elsewhere
 
 

@@ -77,8 +77,9 @@ def report(run: RunConfig) -> dict[str, Any]:
         "checkpoint": {
             "bytes": size,
             "at_once": disk.at_once,
-            "disk_bytes": disk.total,
             "staged_bytes": staged(run, stages),
+            "disk_bytes": disk.checkpoints,
+            "export_bytes": disk.exports,
         },
         "notes": notes(run),
     }

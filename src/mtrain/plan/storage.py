@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 
 from mtrain.config.engine.formats import bytes_of
+from mtrain.config.schema.base import MOST
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.weights import Weight, expert_tensors
 from mtrain.plan.fits import is_small
@@ -30,10 +31,18 @@ class Storage:
     far as `checkpoint.keep` keeps them.
     """
 
+    exports: int = 0
+    """Bytes of all exports of `checkpoint.hf_every`, which stay; none are counted by the clock."""
+
+    @property
+    def checkpoints(self) -> int:
+        """Return the bytes of all checkpoints that exist at once."""
+        return self.first + (self.at_once - 1) * self.further if self.at_once else 0
+
     @property
     def total(self) -> int:
-        """Return the bytes of all that exist at once."""
-        return self.first + (self.at_once - 1) * self.further if self.at_once else 0
+        """Return the bytes of checkpoints and exports."""
+        return self.checkpoints + self.exports
 
 
 def storage(run: RunConfig) -> Storage | None:
@@ -54,12 +63,14 @@ def storage_of(run: RunConfig, stages: Sequence[StageMemory]) -> Storage:
     how = update_of(run)
     frozen = 0
     trained = 0
+    weights = 0
     for stage in stages:
         matrices = dict(stage.states.matrices)
         for weight in stage.states.weights:
             if is_again(stage, weight):
                 continue
             number = whole(run, weight)
+            weights += number * each
             if weight.frozen:
                 frozen += number * each
                 continue
@@ -67,7 +78,8 @@ def storage_of(run: RunConfig, stages: Sequence[StageMemory]) -> Storage:
             if how is not None and (one := matrices.get(weight)) is not None:
                 trained += number // sum(map(prod, one.parts)) * factor_bytes(how, one)
     linked = frozen if run.peft.kind is not None else 0
-    return Storage(trained + frozen, trained + frozen - linked, at_once(run))
+    exported = saves(run) // (run.checkpoint.hf_every or MOST) * weights
+    return Storage(trained + frozen, trained + frozen - linked, at_once(run), exported)
 
 
 def staged(run: RunConfig, stages: Sequence[StageMemory]) -> int:
@@ -115,11 +127,18 @@ def at_once(run: RunConfig) -> int:
         return 0
     steps = run.trainer.steps
     every = c.save_interval
-    saves = steps // every if every else 0
-    saves += c.save_final and not (every and steps % every == 0)
     if c.keep is None:
-        return max(1, saves)
+        return max(1, saves(run))
     permanent = steps // lcm(c.keep_every, every) if c.keep_every and every else 0
     kept = c.keep + permanent + (c.keep_best is not None)
     # how often the clock saves is unknown
-    return kept + 1 if c.save_minutes is not None else max(1, min(kept + 1, saves))
+    return kept + 1 if c.save_minutes is not None else max(1, min(kept + 1, saves(run)))
+
+
+def saves(run: RunConfig) -> int:
+    """Return how often a run saves by its steps; the clock may save more often."""
+    c = run.checkpoint
+    steps = run.trainer.steps
+    every = c.save_interval
+    by_steps = steps // every if every else 0
+    return by_steps + (c.save_final and not (every and steps % every == 0))

@@ -27,6 +27,7 @@ from mtrain.train.hooks import optional
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.checkpoints import Checkpoints
 from mtrain.train.hooks.evaluation import Evaluation
+from mtrain.train.hooks.exports import Exports
 from mtrain.train.hooks.graphs import Graphs
 from mtrain.train.hooks.injected import Injected
 from mtrain.train.hooks.life import Life, life_of
@@ -149,6 +150,9 @@ def run_hooks(
         hooks.append(Graphs(run))
     if faults.armed():
         hooks.append(Injected())
+    if run.checkpoint.hf_every is not None:
+        # last, because it may wait for minutes once the run is over
+        hooks.append(Exports(folder, progress))
     return hooks
 
 

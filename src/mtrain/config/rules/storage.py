@@ -157,7 +157,7 @@ def save_schedule(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code(
-        "MT437",
+        "MT430",
         help=f"Set `{EVALUATED}` and `trainer.eval_iters`, or leave `{BEST}` out.",
         example=f"{BEST}=valid_loss trainer.eval_iters=0",
     ),
@@ -173,7 +173,7 @@ def best_without_evaluation(run: RunConfig) -> Iterator[Finding]:
     every = min(run.checkpoint.save_interval or max(1, t.steps // 10), t.steps)
     change = {EVALUATED: t.eval_interval or every, "trainer.eval_iters": t.eval_iters or 10}
     when = "evaluated only at the end" if t.eval_iters else "trainer.eval_iters=0"
-    yield Finding("MT437", BEST, when, [change, {BEST: None}])
+    yield Finding("MT430", BEST, when, [change, {BEST: None}])
 
 
 @rule(

@@ -37,6 +37,10 @@ class UnresolvedCheckpoint(Section):
     """The value of an evaluation whose lowest checkpoint stays, too; null: none. A checkpoint
     without an evaluation at its own step counts with the last one before it.
     """
+    hf_every: Annotated[PositiveInt | None, Key(unit="checkpoints")] = None
+    """Export every so many committed checkpoints as a Hugging Face folder, `hf/step_...` of the
+    run: a process of the lowest priority does it after the commit. null: none.
+    """
     resume: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="load")] = None
     """`auto`: continue the run that the same launch started (with `log.name`: the run of that
     name), or start one. `latest`: continue the newest run of this configuration. Otherwise a run
