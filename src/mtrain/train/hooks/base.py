@@ -114,8 +114,8 @@ class HookList(Moments):
         if hook in self.failed and moment not in LAST:
             return
         given = args if moment == "close" else (context, *args)
-        charges = hook.cause is not None and moment not in UNCHARGED
-        before = context.meter.enter(hook.cause) if charges else ""
+        cause = None if moment in UNCHARGED else hook.cause
+        before = None if cause is None else context.meter.enter(cause)
         try:
             getattr(hook, moment)(*given, **kwargs)
         except Exception as error:
@@ -126,7 +126,7 @@ class HookList(Moments):
                 self.failed.append(hook)
                 _warn(hook, moment, context, error)
         finally:
-            if charges:
+            if before is not None:
                 context.meter.enter(before)
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
