@@ -113,9 +113,11 @@ def mtrain_step(
     chain = [metrics, progress, Evaluation(metrics, progress)]
     parts.hooks = HookList(chain)
     parts.hooks.call("start", parts)
+    parts.meter.loaded(0)
 
     def step() -> float:
         result = train_step(parts, stop_requested=False)
+        parts.meter.stepped(result.step, parts.prefetcher.waited_s)
         check_finite(result)
         report_step(parts, result)
         return result.loss

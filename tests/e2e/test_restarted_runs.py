@@ -79,6 +79,7 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     fault: str, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     words = [*RUN, "--restarts", "2", "--inject", fault]
+    soft_s = 0.0
     if fault.startswith(HANGS):
         soft_s = 1.5 * slowness()
         words += [f"trainer.soft_timeout_s={soft_s}", f"trainer.timeout_s={2 * soft_s}"]
@@ -91,6 +92,12 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     assert f"restart 1 of 2: {FAULTS[fault]}" in done.stdout
     assert "(step 4); continuing from step_00000002, 1 step lost" in done.stdout
     assert result(tmp_path / "runs/run") == undisturbed
+    life = json.loads((tmp_path / "runs/run/goodput.json").read_text())
+    assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "finished"]
+    known = "no progress" if fault.startswith(HANGS) else FAULTS[fault]
+    assert known in life["attempts"][0]["why"]
+    assert life["seconds"]["down"] > 2 * soft_s
+    assert sum(life["seconds"].values()) == pytest.approx(life["wall_s"], abs=0.01)
 
 
 @pytest.mark.full

@@ -86,6 +86,8 @@ def test_whole_run_leaves_documented_files(trained: Path) -> None:
         "goodput.json",
         "tokenizer.json",
     } <= {p.name for p in trained.iterdir()}
+    life = json.loads((trained / "goodput.json").read_text())["seconds"]
+    assert all(life[cause] > 0 for cause in ("stepping", "evaluating", "saving", "loading"))
 
 
 def test_whole_run_generates_in_another_layout_without_corpus(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from mtrain import startup
 from mtrain.processes import die_with
 from tests.support.commands import latest
 from tests.support.forked import import_engine
@@ -79,6 +80,7 @@ class Launched:
 
     def _become(self, cwd: Path, environment: dict[str, str]) -> None:
         os.setsid()
+        startup.begin()  # as a command of a shell does
         os.chdir(cwd)
         for name in LAUNCHER:
             os.environ.pop(name, None)

@@ -14,6 +14,8 @@ from mtrain.train.loop.result import StepResult
 
 LAST = ("on_error", "close")
 """Moments of the end of a run, which also a hook gets that failed before."""
+UNCHARGED = ("log", "close")
+"""Moments whose time stays with the cause around them, see `Hook.cause`."""
 
 
 class Hook:
@@ -112,13 +114,10 @@ class HookList(Moments):
         if hook in self.failed and moment not in LAST:
             return
         given = args if moment == "close" else (context, *args)
-        act = getattr(hook, moment)
+        cause = None if moment in UNCHARGED else hook.cause
+        before = None if cause is None else context.meter.enter(cause)
         try:
-            if hook.cause is None:
-                act(*given, **kwargs)
-            else:
-                with context.meter.charging(hook.cause):
-                    act(*given, **kwargs)
+            getattr(hook, moment)(*given, **kwargs)
         except Exception as error:
             if moment not in LAST and (hook.collective or isinstance(error, MtrainError)):
                 raise
@@ -126,6 +125,9 @@ class HookList(Moments):
             if hook not in self.failed:
                 self.failed.append(hook)
                 _warn(hook, moment, context, error)
+        finally:
+            if before is not None:
+                context.meter.enter(before)
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
         """Return whether any hook acts right after a step."""
