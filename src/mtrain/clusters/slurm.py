@@ -15,6 +15,19 @@ from mtrain.errors import Preempted
 
 # Values in a directive are not read by a shell, so the schema admits none that would need quotes.
 DIRECTIVES = ("partition", "account", "qos", "time", "segment")
+# srun answers TERM with KILL, so SLURM has to send it: to the tasks of a job, but not to its batch
+# script. A step that SLURM does not know yet would miss it.
+STOP = (
+    "stopped=yes",
+    'while [ -n "$step" ] && kill -0 "$step" 2>/dev/null; do',
+    '  steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i || true)',
+    '  if [[ "$steps" =~ [.][0-9] ]]; then',
+    '    scancel --signal=TERM "$SLURM_JOB_ID" || true',
+    "    break",
+    "  fi",
+    "  sleep 1",
+    "done",
+)
 
 
 def render(job: Job) -> str:
@@ -79,11 +92,14 @@ def _step(job: Job) -> Iterator[str]:
         if launch.env:
             yield f"names={','.join(launch.env)}"
             yield 'srun+=("--container-env=$names")'
-    yield from shell.forwarded('"${srun[@]}" "${words[@]}"')
+    yield "stopped=no"
+    yield from shell.forwarded('"${srun[@]}" "${words[@]}"', STOP)
 
 
 def _ending() -> Iterator[str]:
     """Yield the lines that requeue a run which has saved a checkpoint and wants to continue."""
+    # TERM ends a Python that has not read a line of mtrain yet.
+    yield f'[ "$stopped" = no ] || [ "$code" -ne 143 ] || code={Preempted.exit_code}'
     yield f'if [ "$code" -eq {Preempted.exit_code} ]; then'
     # A job that somebody cancels gets TERM as well, and must not come back.
     yield '  state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T || true)'
