@@ -53,7 +53,6 @@ SlurmdTimeout=5
 SlurmUser={user}
 SlurmdUser={user}
 MailProg=/bin/true
-GresTypes=gpu
 PluginDir={plugins}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -62,13 +61,10 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 """
-NODE = (
-    "NodeName={name} NodeHostname={host} NodeAddr={name} Port={port} CPUs={cores} RealMemory=1000"
-    " Gres=gpu:8"
-)
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={name} Port={port} CPUs={cores} RealMemory=1000"
 PARTITION = "PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP"
-# GPUs that jobs may request; nobody has a file of theirs
-DEVICES = "Name=gpu Count=8\n"
+# A partition that refuses the accounts of all users
+CLOSED = "PartitionName=closed Nodes={names} AllowAccounts=physics State=UP"
 
 
 class Box:
@@ -92,9 +88,8 @@ class Box:
         for name in NODES:
             (folder / f"spool-{name}").mkdir()
             lines.append(NODE.format(name=name, host=host, port=free_port(), cores=cores))
-        lines.append(PARTITION.format(names=",".join(NODES)))
+        lines += [one.format(names=",".join(NODES)) for one in (PARTITION, CLOSED)]
         (folder / "slurm.conf").write_text("\n".join([*lines, ""]))
-        (folder / "gres.conf").write_text(DEVICES)
 
     @property
     def environment(self) -> dict[str, str]:
