@@ -21,10 +21,12 @@ pytestmark = pytest.mark.e2e
 STUBS = {
     "srun": """
         while [[ "$1" == --* ]]; do shift; done
+        echo $$ > step
         export SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0
         exec "$@"
     """,
-    "squeue": "echo RUNNING",
+    "squeue": "case $* in *--steps*) echo 4711.0;; *) echo RUNNING;; esac",
+    "scancel": 'kill -TERM "$(cat step)"',
     "scontrol": 'echo "$@" > requeued',
 }
 
@@ -75,7 +77,7 @@ def test_submitted_jobs_requeue_continues_the_run(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    first = {**environment(), "PATH": path, "SLURM_JOB_ID": "4711"}
+    first = {**environment(), "PATH": path, "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "1"}
     stopped_after(2, tmp_path, first)
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
     saved = max((tmp_path / "runs").glob("*/checkpoints/step_*"))

@@ -25,15 +25,22 @@ from mtrain.errors import BadEnvironment, ConfigError
 SHELLS = ("local", "torchrun", "slurm")
 SAMPLE = ("llama3/70b_h100x64", "llama/tiny_cpu", "t5/11b_h100x64")
 BATCH = ("launch=slurm", "model=llama_tiny", "parallel=single", "data=mock")
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "1"}
 STUBS = {
-    # A step that saves on TERM, as mtrain does, or else trains on.
+    # A step that saves on a TERM of SLURM (USR1 of the stub below), as mtrain does, or else trains
+    # on; srun itself answers TERM with KILL.
     "srun": """
         printf '%s\\n' "$@" >> "$HERE/srun"
-        trap 'touch "$HERE/saved"; exit 75' TERM
+        echo $$ > "$HERE/step"
+        trap 'touch "$HERE/killed"; exit 137' TERM
+        trap 'touch "$HERE/saved"; exit 75' USR1
         touch "$HERE/started"
         for i in $(seq 200); do sleep 0.05; [ -z "${ENDS:-}" ] || exit "$ENDS"; done
     """,
-    "squeue": 'echo "${STATE:-RUNNING}"',
+    "squeue": 'case $* in *--steps*) echo 4711.0;; *) echo "${STATE:-RUNNING}";; esac',
+    "scancel": """
+        [ "$*" = "--signal=TERM 4711" ] && kill -USR1 "$(cat "$HERE/step")"
+    """,
     "scontrol": 'echo "$@" > "$HERE/scontrol"',
     "python": 'printf "%s\\n" "$@" > "$HERE/python"',
     "torchrun": 'printf "%s\\n" "$@" > "$HERE/torchrun"',
@@ -55,7 +62,7 @@ def stubs(tmp_path: Path) -> dict[str, str]:
         (folder / name).write_text(f"#!/bin/bash\n{text}")
         (folder / name).chmod(0o755)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    return {"PATH": path, "HOME": str(tmp_path), "HERE": str(tmp_path), "SLURM_JOB_ID": "4711"}
+    return {"PATH": path, "HOME": str(tmp_path), "HERE": str(tmp_path), **SLURM}
 
 
 def started(text: str, folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -13,6 +13,8 @@ from mtrain.units import number_of
 END = "END_OF_RUN_YAML"
 # A task reads the file of `launch.setup`, then becomes the program.
 SOURCED = '. "$1"; shift; exec "$@"'
+# The process may have ended.
+KILL = '[ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true'
 
 
 def head(job: Job) -> list[str]:
@@ -96,15 +98,19 @@ def prepared(job: Job) -> list[str]:
     return [f'words=({inner} {place(job.launch.setup)} "${{words[@]}}")']
 
 
-def forwarded(command: str) -> list[str]:
+def forwarded(command: str, send: Iterable[str] = (KILL,)) -> list[str]:
     """Return the lines that start a command, forward TERM to it, and set `code` to its exit code.
 
-    `command`: an array of bash, expanded.
+    `command`: an array of bash, expanded; `send`: lines that send TERM to the process `$step`,
+    which is empty before its start.
     """
     return [
         "stopping=no",
         "step=",
-        'stop() { stopping=yes; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null || true; }',
+        "stop() {",
+        "  stopping=yes",
+        *(f"  {line}" for line in send),
+        "}",
         "trap stop TERM",
         f"{command} &",
         "step=$!",
