@@ -18,7 +18,7 @@ from typing import Any
 from mtrain.ckpt.saving import process, writer
 
 VARIABLE = "FAULTY_WRITER"
-CALLS = ("open", "pwrite", "fsync", "link", "rename", "mkdir", "unlink", "rmdir", "listdir")
+CALLS = ("open", "pwrite", "fsync", "link", "rename", "mkdir", "unlink", "rmdir")
 
 
 def use(
