@@ -201,3 +201,22 @@ def test_background_save_retry_writes_the_same(tmp_path: Path) -> None:
     run_ranks(1, fit, of({"ranks": 1}, async_save=False, save_interval=STEPS), tmp_path / "plain")
     name = "step_00000006/rank_00000.safetensors"
     assert filecmp.cmp(tmp_path / "retried" / name, tmp_path / "plain" / name, shallow=False)
+
+
+@pytest.mark.parametrize("name", ["dp2", "expert parallel", "distributed optimizer"])
+def test_background_save_ranks_share_replicas_evenly(name: str, tmp_path: Path) -> None:
+    from mtrain.ckpt.folder import parse_manifest
+
+    layouts: dict[str, dict[str, Any]] = {
+        "dp2": {"ranks": 2},
+        "expert parallel": {"ranks": 4, "ep": 2, "model": EXPERTS},
+        "distributed optimizer": {"ranks": 2, "distributed_optimizer": True, "dtype": "bf16"},
+    }
+    run = of(layouts[name], async_save=True, save_interval=STEPS)
+    assert not any(error for _, _, error in run_ranks(run.parallel.ranks, fit, run, tmp_path))
+    saved = tmp_path / f"step_{STEPS:08d}"
+    sizes = [path.stat().st_size for path in saved.glob("rank_*.safetensors")]
+    assert max(sizes) < 1.15 * min(sizes)
+    for key, entry in parse_manifest(saved)["tensors"].items():
+        places = [(p["offset"], p["shape"], p["flat"]) for p in entry["pieces"]]
+        assert len(places) == len({str(place) for place in places}), key

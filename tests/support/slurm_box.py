@@ -61,7 +61,9 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr={name} Port={port} CPUs={cores} RealMemory=1000"
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr={name} Port={port} CPUs={cores} RealMemory=1000"
+)
 PARTITION = "PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP"
 # A partition that refuses the accounts of all users
 CLOSED = "PartitionName=closed Nodes={names} AllowAccounts=physics State=UP"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mtrain.ckpt import folder, hashes, retention, store
 from mtrain.ckpt.contents import Contents
 from mtrain.ckpt.meeting import Meeting
+from mtrain.ckpt.replicas import Replicas
 from mtrain.ckpt.retention import Policy
 from mtrain.ckpt.saving.background import BackgroundSaves, Job
 from mtrain.config.compose.dump import run_yaml
@@ -48,6 +49,8 @@ class TrainState:
     """States of hooks by name, as a checkpoint had them or as the next one gets them."""
     frozen: store.Frozen | None = None
     """The tensors that no step changes, once they were saved."""
+    replicas: Replicas = field(default_factory=Replicas)
+    """The pieces that this rank saves."""
 
 
 def save(
@@ -55,7 +58,7 @@ def save(
 ) -> Path:
     """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
     begin_phase("save")
-    shards, frozen = _shards(run, state)
+    shards, frozen = _shards(run, world, state)
     facts = _facts(run, world, state, data_facts)
     ranks = meeting_of(world, run)
     prune = partial(_prune, root, Policy.of(run.checkpoint))
@@ -84,7 +87,7 @@ def begin_save(
     Weights and the optimizer's state must not change before `saves.secured`.
     """
     begin_phase("save")
-    shards, frozen = _shards(run, state)
+    shards, frozen = _shards(run, world, state)
     name = folder.shard_name(world.rank)
     manifest = {
         "step": state.step,
@@ -118,7 +121,9 @@ def end_save(saves: BackgroundSaves, state: TrainState) -> Path:
     return job.path
 
 
-def _shards(run: RunConfig, state: TrainState) -> tuple[list[Any], store.Frozen | None]:
+def _shards(
+    run: RunConfig, world: World, state: TrainState
+) -> tuple[list[Any], store.Frozen | None]:
     """Return the shards that a save writes, and those that no step changes."""
     weights = sharding.model_shards(state.chunks)
     still = set()
@@ -127,7 +132,9 @@ def _shards(run: RunConfig, state: TrainState) -> tuple[list[Any], store.Frozen 
         still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
         state.frozen = state.frozen or store.Frozen([s for s in weights if id(s) in still])
     shards = [s for s in weights if id(s) not in still]
-    return shards + sharding.optimizer_shards(state.chunks, state.optimizer), state.frozen
+    shards += sharding.optimizer_shards(state.chunks, state.optimizer)
+    group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return state.replicas.shared_out(shards, group, world.torch_device), state.frozen
 
 
 def _facts(
