@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mtrain.api import load
+from mtrain.clusters.launchers import render
 from tests.support.commands import SMALL, command, metrics
 from tests.support.launched import mtrain
 from tests.support.patience import patient
@@ -194,7 +197,7 @@ def test_slurm_box_fewer_machines_have_close_losses(
     box.run("scontrol", "update", f"JobId={job}", "NumNodes=1-1", "NumTasks=1")
     requeued(box, job)
     printed = completed(box, job, tmp_path)
-    assert "on 1 cpu rank" in printed
+    assert "one rank on 1 cpu rank" in printed
     losses, expected = (
         [line["loss"] for line in metrics(run)] for run in (tmp_path / "runs/run", local_runs(2))
     )
@@ -211,3 +214,60 @@ def test_slurm_box_cancelled_job_saves_and_stays_away(box: Box, tmp_path: Path) 
     step = metrics(tmp_path / "runs/run")[-1]["step"]
     assert (tmp_path / f"runs/run/checkpoints/step_{step:08d}/manifest.json").exists()
     assert box.job(job)["Restarts"] == "0"
+
+
+def test_slurm_box_lost_machines_without_relayout_exit_3(box: Box, tmp_path: Path) -> None:
+    file = tmp_path / "job.sbatch"
+    file.write_text(render(load(JOB, to_run=False).run))
+    words = ("sbatch", "--parsable", "--nodes=3", "--ntasks=3", str(file))
+    job = int(box.run(*words, cwd=tmp_path))
+    assert box.wait_for_state(job, "FAILED")["ExitCode"] == "3:0"
+    printed = output(tmp_path)
+    assert "The run needs 2 machines, and the job has another number: 3." in printed
+    assert f"scontrol update JobId={job} NumNodes=2-2 NumTasks=2" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("launch.partition=nowhere",), "launch.partition=nowhere"),
+        (("launch.partition=short", "launch.time=1:00:00"), "launch.time='1:00:00'"),
+        (("launch.segment=2",), "launch.segment=2"),
+        (("cluster.nodes=8",), "cluster.nodes=8"),
+    ],
+)
+def test_slurm_box_refusal_names_the_key(
+    words: tuple[str, ...], key: str, box: Box, tmp_path: Path
+) -> None:
+    done = submitted(box, tmp_path, *words)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"error[MT022] {key}: cannot submit this job" in done.stderr
+    assert "Submitted" not in done.stdout
+    assert not box.run("squeue", "--noheader")
+
+
+HOSTILE = "x'; touch canary; $(touch canary) `touch canary` \" \\"
+RECORD = """printf "%s\\n" "$0" "$@" "$SECRET" > arguments"""
+
+
+def test_slurm_box_hostile_values_run_nothing(box: Box, tmp_path: Path) -> None:
+    run = load([*JOB, "launch.env=[SECRET]"], to_run=False).run
+    log = run.log.model_copy(update={"name": HOSTILE, "runs_dir": HOSTILE})
+    launch = run.launch.model_copy(
+        update={
+            "workdir": HOSTILE,
+            "setup": f"./setup {HOSTILE}",
+            "command": ("bash", "-c", RECORD, HOSTILE),
+        }
+    )
+    recipe = run.recipe.model_copy(update={"title": f"END_OF_RUN_YAML\n{HOSTILE}"})
+    file = tmp_path / "job.sbatch"
+    file.write_text(render(run.model_copy(update={"log": log, "launch": launch, "recipe": recipe})))
+    (tmp_path / HOSTILE).mkdir()
+    (tmp_path / HOSTILE / f"setup {HOSTILE}").touch()
+    job = int(box.run("sbatch", "--parsable", str(file), cwd=tmp_path, SECRET="$(touch canary)"))
+    completed(box, job, tmp_path)
+    words = (tmp_path / HOSTILE / "arguments").read_text().splitlines()
+    assert (words[0], words[-1]) == (HOSTILE, "$(touch canary)")
+    assert not list(tmp_path.rglob("canary"))
+    assert re.fullmatch("[a-z0-9-]+", box.job(job)["JobName"])

@@ -48,6 +48,7 @@ SelectType=select/cons_tres
 SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
+EnforcePartLimits=ANY
 # seconds after which a silent node is down; sites have five minutes
 SlurmdTimeout=5
 SlurmUser={user}
@@ -65,8 +66,7 @@ NODE = (
     "NodeName={name} NodeHostname={host} NodeAddr={name} Port={port} CPUs={cores} RealMemory=1000"
 )
 PARTITION = "PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP"
-# A partition that refuses the accounts of all users
-CLOSED = "PartitionName=closed Nodes={names} AllowAccounts=physics State=UP"
+SHORT = "PartitionName=short Nodes={names} MaxTime=10 State=UP"
 
 
 class Box:
@@ -90,7 +90,7 @@ class Box:
         for name in NODES:
             (folder / f"spool-{name}").mkdir()
             lines.append(NODE.format(name=name, host=host, port=free_port(), cores=cores))
-        lines += [one.format(names=",".join(NODES)) for one in (PARTITION, CLOSED)]
+        lines += [one.format(names=",".join(NODES)) for one in (PARTITION, SHORT)]
         (folder / "slurm.conf").write_text("\n".join([*lines, ""]))
 
     @property
@@ -132,20 +132,23 @@ class Box:
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in logs)
 
-    def run(self, *words: str, cwd: Path | None = None) -> str:
-        """Run a program of SLURM and return what it prints.
+    def run(self, *words: str, cwd: Path | None = None, **variables: str) -> str:
+        """Run a program of SLURM, with more variables, and return what it prints.
 
         Raises:
             AssertionError: it fails.
         """
-        done = self.tried(*words, cwd=cwd)
+        done = self.tried(*words, cwd=cwd, **variables)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def tried(self, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def tried(
+        self, *words: str, cwd: Path | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program of SLURM to its end."""
+        environment = self.environment | variables
         return subprocess.run(
-            words, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False
+            words, env=environment, cwd=cwd, capture_output=True, text=True, check=False
         )
 
     def states(self) -> dict[str, str]:

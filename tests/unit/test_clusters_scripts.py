@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ STUBS = {
         printf '%s\\n' "$@" >> "$HERE/srun"
         echo $$ > "$HERE/step"
         trap 'touch "$HERE/killed"; exit 137' TERM
-        trap 'touch "$HERE/saved"; exit 75' USR1
+        trap 'touch "$HERE/saved"; exit "${CODE:-75}"' USR1
         touch "$HERE/started"
         for i in $(seq 200); do sleep 0.05; [ -z "${ENDS:-}" ] || exit "$ENDS"; done
     """,
@@ -155,6 +156,24 @@ def test_clusters_slurm_requeued_job_resumes(tmp_path: Path, stubs: dict[str, st
     assert started(text, tmp_path, again).wait(10) == 0
     arguments = (tmp_path / "srun").read_text().splitlines()
     assert arguments[-3:] == ["checkpoint.resume=auto", "cluster.nodes=3", "parallel=auto"]
+    # SLURM's own number of tasks is that of the first start
+    assert "--ntasks=3" in arguments
+
+
+def test_clusters_slurm_other_machines_are_refused(tmp_path: Path, stubs: dict[str, str]) -> None:
+    text = render(load(BATCH, to_run=False).run)
+    assert started(text, tmp_path, {**stubs, "SLURM_JOB_NUM_NODES": "3"}).wait(10) == 3
+    assert not (tmp_path / "srun").exists()
+
+
+def test_clusters_slurm_early_term_requeues(tmp_path: Path, stubs: dict[str, str]) -> None:
+    text = render(load(BATCH, to_run=False).run)
+    # 143: SIGTERM ended Python before mtrain could handle it.
+    batch = started(text, tmp_path, {**stubs, "CODE": "143"})
+    wait_for(tmp_path / "started")
+    batch.send_signal(signal.SIGTERM)
+    assert batch.wait(10) == 75
+    assert (tmp_path / "scontrol").exists()
 
 
 def test_clusters_slurm_unset_variable_is_named(tmp_path: Path, stubs: dict[str, str]) -> None:
@@ -245,15 +264,45 @@ def test_clusters_submit_asks_before_it_submits(
     assert abs(int((tmp_path / "submitted").read_text()) - time.time()) < 60
 
 
-def test_clusters_submit_refusal_exits_with_the_message(
-    tmp_path: Path, stubs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("setting", "said", "reason"),
+    [
+        (
+            "launch.partition=gpu",
+            "sbatch: error: invalid partition specified: gpu\n"
+            "allocation failure: Invalid partition name specified",
+            "invalid partition specified: gpu",
+        ),
+        (
+            "launch.account=chem",
+            "allocation failure: Invalid account or account/partition combination specified",
+            "Invalid account or account/partition combination specified",
+        ),
+        ("launch.qos=high", "allocation failure: Invalid qos specification", "Invalid qos"),
+        (
+            "launch.segment=2",
+            "sbatch: unrecognized option '--segment=2'\nTry \"sbatch --help\"",
+            "unrecognized option '--segment=2'",
+        ),
+        ("launch.kind=slurm", "allocation failure: Unable to contact controller", "Unable to"),
+    ],
+)
+def test_clusters_submit_refusal_names_the_key(
+    setting: str,
+    said: str,
+    reason: str,
+    tmp_path: Path,
+    stubs: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("PATH", "HERE"):
         monkeypatch.setenv(name, stubs[name])
-    monkeypatch.setenv("REFUSAL", "invalid partition specified: gpu")
-    with pytest.raises(ConfigError, match="invalid partition specified: gpu") as refused:
-        verbs.submit(list(BATCH))
+    monkeypatch.setenv("REFUSAL", said)
+    with pytest.raises(ConfigError, match=re.escape(reason)) as refused:
+        verbs.submit([*BATCH, setting])
     assert refused.value.exit_code == 2
+    (problem,) = refused.value.problems
+    assert f"{problem.path}={problem.value}" == setting
     assert (tmp_path / "sbatch").read_text() == "--test-only\n"
 
 

@@ -43,7 +43,7 @@ def submit(words: list[str]) -> int:
         file = scratch / f"{Job(run).name}{LAUNCHERS[run.launch.kind].suffix}"
         file.write_text(render(run), encoding="utf-8")
         say(_summary(run))
-        submit_file(run.launch, file, say_page)
+        submit_file(run, file, say_page)
     return 0
 
 

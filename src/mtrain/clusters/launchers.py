@@ -41,6 +41,10 @@ class Launcher:
     commands: Callable[[LaunchConfig], Sequence[Command]] = lambda launch: ()
     """Returns the scheduler's own commands of a submission, in order; none: there is no scheduler.
     """
+    refusals: tuple[tuple[str, str, str], ...] = ()
+    """Parts of the scheduler's messages, in lower case, each with the key that it refuses and a
+    remedy.
+    """
 
 
 def _slurm(launch: LaunchConfig) -> list[Command]:
@@ -74,7 +78,7 @@ def _ray(launch: LaunchConfig) -> list[Command]:
 LAUNCHERS: Mapping[str, Launcher] = {
     "local": Launcher(local.render_local),
     "torchrun": Launcher(local.render_torchrun),
-    "slurm": Launcher(slurm.render, ".sbatch", _slurm),
+    "slurm": Launcher(slurm.render, ".sbatch", _slurm, slurm.REFUSALS),
     "kubernetes": Launcher(kubernetes.render, ".yaml", _kubernetes),
     "skypilot": Launcher(skypilot.render, ".yaml", _skypilot),
     "ray": Launcher(placement.render, commands=_ray),

@@ -37,7 +37,12 @@ REFUSALS = (
     ("invalid partition", "launch.partition", "a partition that sinfo lists"),
     ("invalid qos", "launch.qos", "a quality of service that sacctmgr show qos lists"),
     ("time limit", "launch.time", "a time within the limit of sinfo --format='%P %l'"),
-    ("node config", "cluster.nodes", "a number of machines and devices that sinfo --long shows"),
+    ("node count", "cluster.nodes", "a number of machines that sinfo shows"),
+    (
+        "node config",
+        "cluster.nodes",
+        "machines with as many devices as sinfo --format='%D %G' shows",
+    ),
 )
 
 

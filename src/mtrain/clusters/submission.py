@@ -13,28 +13,30 @@ from pathlib import Path
 from mtrain import startup
 from mtrain.clusters.launchers import FILE, INPUT, LAUNCHERS, Command
 from mtrain.config.compose.paths import program
-from mtrain.config.schema.launch import LaunchConfig
+from mtrain.config.messages.problem import plain, value_at
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, Problem
 
 
-def submit(launch: LaunchConfig, file: Path, tell: Callable[[str], None]) -> None:
+def submit(run: RunConfig, file: Path, tell: Callable[[str], None]) -> None:
     """Run the commands of a launcher on a job's file, and pass on what each prints.
 
     Raises:
         ConfigError: the launcher has no scheduler, or the scheduler refuses the job.
         BadEnvironment: a program is not installed.
     """
-    kind = launch.kind
-    commands = LAUNCHERS[kind].commands(launch)
+    kind = run.launch.kind
+    commands = LAUNCHERS[kind].commands(run.launch)
     if not commands:
         detail = "no scheduler takes it"
         fix = f"{program()} render launch={kind} --out job.sh, and run job.sh with bash"
         raise ConfigError.of("MT022", "launch.kind", kind, detail, fix)
     for command in commands:
-        _run(command, file, kind, tell)
+        _run(command, file, run, tell)
 
 
-def _run(command: Command, file: Path, kind: str, tell: Callable[[str], None]) -> None:
+def _run(command: Command, file: Path, run: RunConfig, tell: Callable[[str], None]) -> None:
+    kind = run.launch.kind
     needed = command.program or command.words[0]
     if shutil.which(needed) is None:
         fix = f"a machine where {needed} is installed, or {program()} render launch={kind}"
@@ -58,7 +60,23 @@ def _run(command: Command, file: Path, kind: str, tell: Callable[[str], None]) -
     if output:
         tell(output)
     if done.returncode:
-        last = output.splitlines()[-1] if output else "it printed nothing"
         shown = shlex.join([needed, *(word for word in words[1:] if word.startswith("-"))])
-        detail = f"{shown} ended with {done.returncode}: {last}"
-        raise ConfigError.of("MT022", "launch.kind", kind, detail, f"{program()} explain launch")
+        detail = f"{shown} ended with {done.returncode}: {_reason(output)}"
+        key, fix = _refused(output, kind)
+        raise ConfigError.of("MT022", key, plain(value_at(run, key)), detail, fix)
+
+
+def _reason(output: str) -> str:
+    """Return the line of a failed program's output that says the most."""
+    lines = [line for line in output.splitlines() if not line.startswith("Try ")]
+    # The last line is often a summary without the name that the first error has.
+    errors = [line for line in lines if "error:" in line]
+    return (errors or lines[-1:] or ["it printed nothing"])[0]
+
+
+def _refused(output: str, kind: str) -> tuple[str, str]:
+    """Return the key that a scheduler refuses, and a remedy."""
+    for part, key, fix in LAUNCHERS[kind].refusals:
+        if part in output.lower():
+            return key, fix
+    return "launch.kind", f"{program()} explain launch"

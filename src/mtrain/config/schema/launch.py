@@ -103,7 +103,7 @@ class LaunchConfig(Section):
     """
     relayout: Annotated[bool, Key(when="launch.kind=slurm")] = False
     """Search a layout with parallel=auto if the job has another number of machines than
-    cluster.nodes, for example after `scontrol update NumNodes=`.
+    cluster.nodes, for example after `scontrol update JobId=N NumNodes=1-1 NumTasks=1`.
     """
     resource: Annotated[
         Literal["jobset", "trainjob", "pytorchjob", "rayjob"], Key(when="launch.kind=kubernetes")
