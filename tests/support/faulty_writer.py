@@ -100,7 +100,7 @@ def main(words: list[str]) -> None:
             for name in CALLS:
                 setattr(os, name, _counted(points, name))
 
-    writer.Save.__init__ = begun  # type: ignore[method-assign]
+    writer.Save.__init__ = begun  # type: ignore[method-assign,assignment]
     writer.main(words)
     if body is not None and body["counted"] and points.count:
         Path(body["counted"]).write_text(str(points.count))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,9 +56,9 @@ class Contents:
         """
         own = [shard for shard in shards if shard.primary]
         own.sort(key=_is_still)
-        entries = []
-        pieces = []
-        tensors = []
+        entries: list[Entry] = []
+        pieces: list[dict[str, Any]] = []
+        tensors: list[torch.Tensor] = []
         for key, value in (extra or {}).items():
             entries.append(_entry(f"{OWN}{key}", value))
             tensors.append(value)
@@ -96,7 +97,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def on_host(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor in host memory; those of a tensor on the host are not copied."""
-    return memoryview(flat_bytes(tensor.cpu()).numpy())
+    return flat_bytes(tensor.cpu()).numpy().data
 
 
 def _is_still(shard: TensorShard) -> bool:

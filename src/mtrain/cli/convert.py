@@ -385,9 +385,8 @@ def _plain(run: RunConfig, words: list[str]) -> RunConfig:
     from mtrain.loading.checkpoints import WITHOUT_DATA
 
     data = run.data.model_copy(update={"cache_dir": UnresolvedData().cache_dir})
-    run = run.model_copy(
-        update={"log": LogConfig(), "checkpoint": CheckpointConfig(save_interval=0), "data": data}
-    )
+    checkpoint = CheckpointConfig(save_interval=0, async_save=False)
+    run = run.model_copy(update={"log": LogConfig(), "checkpoint": checkpoint, "data": data})
     with scratch_folder() as scratch:
         file = scratch / RUN_FILE
         file.write_text(run_yaml(run))
