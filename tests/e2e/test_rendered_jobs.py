@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import yaml
 
 from mtrain.api import load
 from mtrain.clusters import placement
-from mtrain.clusters.job import Job
+from mtrain.clusters.job import Job, word
 from mtrain.clusters.kubernetes import KINDS
 from mtrain.clusters.launchers import render
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import recipe_names
 from tests.support.commands import ROOT, SMALL, environment, mtrain
 
@@ -100,6 +102,35 @@ def test_jobs_validators_find_misspelt_fields(tmp_path: Path) -> None:
         (tmp_path / f"{name}.yaml").write_text(text.replace(right, wrong))
     found = validated(tmp_path)
     assert all(found[f"{name}.yaml"] for name in faults), found
+
+
+HOSTILE = "x'; touch canary; $(touch canary) `touch canary` $$HOME # a: &b *c {[- %"
+
+
+def test_jobs_hostile_recipe_reads_the_same_in_go(tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    recipe = folder / f"{HOSTILE}.yaml"
+    about = {"title": HOSTILE, "purpose": f"a\n---\nkind: Pod\n{HOSTILE}", "verified": HOSTILE}
+    recipe.write_text(yaml.safe_dump({"recipe": about}))
+    words = [word("recipe", str(recipe)), "data=mock"]
+    for name in KINDS:
+        text = render(load([*words, *LAUNCHERS[name]], to_run=False).run)
+        (tmp_path / "job.yaml").write_text(text)
+        (tmp_path / "kustomization.yaml").write_text("resources: [job.yaml]\n")
+        built = subprocess.run(
+            ["kubectl", "kustomize", "."], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        given, read = (
+            {one["kind"]: one for one in yaml.safe_load_all(stream)}
+            for stream in (text, built.stdout)
+        )
+        assert read == given
+        (tmp_path / "run.yaml").write_text(given["ConfigMap"]["data"]["run.yaml"])
+        assert read_run_file(tmp_path / "run.yaml").recipe.title == HOSTILE
+    assert not list(tmp_path.rglob("canary"))
 
 
 def rendered(folder: Path, *words: str) -> str:
