@@ -231,7 +231,7 @@ def test_slurm_box_lost_machines_without_relayout_exit_3(box: Box, tmp_path: Pat
     ("words", "key"),
     [
         (("launch.partition=nowhere",), "launch.partition=nowhere"),
-        (("launch.partition=short", "launch.time=1:00:00"), "launch.time='1:00:00'"),
+        (("launch.partition=short", "launch.time=1:00:00"), "launch.time=1:00:00"),
         (("launch.segment=2",), "launch.segment=2"),
         (("cluster.nodes=8",), "cluster.nodes=8"),
     ],
