@@ -16,12 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mtrain.config.schema.run import RunConfig
-from tests.support import faulty_writer
+from tests.support import faulty_writer, grouping_writer
 from tests.support.devices import stand_in
 from tests.support.forked import run_ranks
-from tests.support.runs import tiny_run
+from tests.support.runs import tiny_run, train_steps, whole_tensors
 
 STEPS = 6
 EXPERTS = {"moe": {"num_experts": 4, "ffn_hidden_size": 64}}
@@ -220,3 +221,26 @@ def test_background_save_ranks_share_replicas_evenly(name: str, tmp_path: Path) 
     for key, entry in parse_manifest(saved)["tensors"].items():
         places = [(p["offset"], p["shape"], p["flat"]) for p in entry["pieces"]]
         assert len(places) == len({str(place) for place in places}), key
+
+
+@pytest.mark.full
+def test_background_save_of_groups_equals_one_index(tmp_path: Path) -> None:
+    kinds = {"whole": (True, None), "groups": (True, grouping_writer.use)}
+    kinds["waits"] = (False, grouping_writer.use)
+    layout = {"ranks": 4, "tp": 2, "distributed_optimizer": True}
+    for kind, (goes_on, before) in kinds.items():
+        (tmp_path / kind).mkdir()
+        run = of(layout, async_save=goes_on, save_interval=STEPS)
+        ranks = run_ranks(4, fit, run, tmp_path / kind, before)
+        assert not any(error for _, _, error in ranks), ranks
+    paths = {kind: tmp_path / kind / f"step_{STEPS:08d}" for kind in kinds}
+    expected = whole_tensors(paths["whole"])
+    for kind in ("groups", "waits"):
+        names = {"index_00000.json", "index_00001.json", *os.listdir(paths["whole"])}
+        assert set(os.listdir(paths[kind])) == names
+        found = whole_tensors(paths[kind])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], one) for key, one in expected.items())
+    # another layout reads it
+    run = tiny_run(ranks=2, tp=2)
+    run_ranks(2, lambda: train_steps(run, 1, load_from=paths["groups"]))
