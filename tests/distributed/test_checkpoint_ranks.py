@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -114,6 +115,29 @@ def test_checkpoint_one_rank_verifies_saved_files(
             )  # type: ignore[arg-type]
         assert (counted.total() > 0) == (rank == 0)
         assert (hook.saved_step, hook.path) == (3, tmp_path)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_checkpoint_lacking_a_piece_is_not_committed(
+    grouped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.ckpt import index, store
+
+    if grouped:
+        monkeypatch.setattr(index, "MOST_WHOLE", 1)
+        monkeypatch.setattr(index, "GROUP", 2)
+    whole = torch.arange(32.0).view(2, -1)
+    places = meetings(4)
+
+    def save(rank: int) -> None:
+        # as if two ranks each left this piece to the other
+        shard = dataclasses.replace(flat_shard(rank, 4, whole), primary=rank != 1)
+        store.save(tmp_path, 1, [shard], {}, {}, "", places[rank])
+
+    for error in on_ranks(4, save):
+        assert isinstance(error, TrainingError)
+        assert "the ranks wrote 24 of the 32 elements of optim/exp_avg/weight" in str(error)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoint_disk_error_on_one_rank_ends_all_saves(

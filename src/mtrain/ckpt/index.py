@@ -15,7 +15,8 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def gather(draft: Path, rank: int, size: int) -> None:
     body = _merged_ranks(awaited)
     for entry in body["tensors"].values():
         entry["span"] = _span(entry)
+        entry["elements"] = _elements(entry)
     folder.write_json(draft / f".{name}", body)
     os.rename(draft / f".{name}", draft / name)
     shutil.rmtree(awaited.place)
@@ -114,15 +116,19 @@ def merged(draft: Path, size: int) -> dict[str, Any]:
 
     Raises:
         OSError: the disk refuses.
+        CorruptData: the ranks wrote only a part of a tensor, which is named.
     """
     awaited = of_all(draft, size)
     if not sharded(size):
         body = _merged_ranks(awaited)
+        for key, entry in body["tensors"].items():
+            _require_whole(key, entry["shape"], _elements(entry))
         for name in awaited.ranks:
             (draft / name).unlink()
         return body
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
+    elements = Counter[str]()
     with ThreadPoolExecutor(THREADS) as pool:
         bodies = pool.map(Path.read_bytes, (draft / name for name in awaited.ranks))
         for group, data in enumerate(bodies):
@@ -133,6 +139,9 @@ def merged(draft: Path, size: int) -> dict[str, Any]:
             for key, held in body["tensors"].items():
                 new = {"shape": held["shape"], "dtype": held["dtype"], "groups": []}
                 tensors.setdefault(key, new)["groups"].append([group, *held["span"]])
+                elements[key] += held["elements"]
+    for key, entry in tensors.items():
+        _require_whole(key, entry["shape"], elements[key])
     return {"tensors": tensors, "files": files}
 
 
@@ -173,6 +182,20 @@ def _span(entry: Mapping[str, Any]) -> tuple[int, int]:
     spans = [_region(piece).span(tuple(entry["shape"])) for piece in entry["pieces"]]
     spans = [one for one in spans if one[0] < one[1]] or [(0, 0)]
     return min(low for low, _ in spans), max(high for _, high in spans)
+
+
+def _elements(entry: Mapping[str, Any]) -> int:
+    """Return the elements of a tensor's pieces; one that several ranks wrote counts once."""
+    return sum({_region(piece): _region(piece).size for piece in entry["pieces"]}.values())
+
+
+def _require_whole(key: str, shape: Sequence[int], elements: int) -> None:
+    """Compare the elements that ranks wrote of a tensor with all that it has.
+
+    A checkpoint that lacks some could not be loaded: better to learn that when it is saved.
+    """
+    if elements < prod(shape):
+        raise CorruptData(f"the ranks wrote {elements} of the {prod(shape)} elements of {key}")
 
 
 def _region(piece: Piece) -> Region:

@@ -147,7 +147,7 @@ def _together(
         try:
             with alive(ranks.timeout_s):
                 work()
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CorruptData) as error:
             # the folder may not exist yet: the space of the disk that it would be on
             existing = next(p for p in (draft, *draft.parents) if os.path.exists(p))
             free = units.bytes_(shutil.disk_usage(existing).free)
