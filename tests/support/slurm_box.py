@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import re
 import signal
 import socket
@@ -35,6 +36,7 @@ PR_SET_CHILD_SUBREAPER = 36
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 CONFIGURATION = """\
 ClusterName=box
+FirstJobId={first}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 AuthType=auth/none
@@ -85,7 +87,9 @@ class Box:
         host = socket.gethostname().partition(".")[0]
         user = psutil.Process().username()
         values = {"folder": folder, "plugins": self.plugins, "user": user, "host": host}
-        lines = [CONFIGURATION.format(**values, port=free_port())]
+        # Ranks derive their port from the job's number: two boxes on a machine need different ones.
+        first = random.randrange(1, 1_000_000)
+        lines = [CONFIGURATION.format(**values, port=free_port(), first=first)]
         cores = os.cpu_count()
         for name in NODES:
             (folder / f"spool-{name}").mkdir()
