@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,30 @@ def test_restarted_run_stopped_between_starts_is_resumable(
     done = mtrain(*RUN, "checkpoint.resume=latest", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step 2," in done.stdout
+
+
+def _stopping_first() -> None:
+    """Have a rank request a stop of the launcher before it kills itself."""
+    from mtrain.world import faults
+
+    def act() -> None:
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    faults.KINDS["kill"] = faults.Kind(faults.FORWARD, act)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("restarts_given", "code"), [("9", 75), ("0", 5)])
+def test_restarted_run_failing_while_it_stops_is_resumable(
+    restarts_given: str, code: int, tmp_path: Path
+) -> None:
+    words = [*RUN, "--restarts", restarts_given, "--inject", "kill@4:1"]
+    run = Launched(*words, cwd=tmp_path, patch=_stopping_first)
+    assert run.wait() == code, run.said
+    assert "rank 1 was ended by SIGKILL" in run.said
+    assert not restarts(tmp_path / "runs/run")
 
 
 @pytest.mark.full

@@ -81,11 +81,12 @@ class Attempts:
                 return
             except MtrainError as error:
                 failure = supervisor.failure
-                if failure is None or not failure.restart_helps or supervisor.stopped_before:
+                if failure is None or not failure.restart_helps:
                     raise
+                # A run that would have been restarted is as resumable as one that has saved.
+                if supervisor.stops and self.run.resilience.restarts:
+                    raise Preempted(f"stopped on request, and not restarted: {error}") from None
                 self._again(failure)
-                if supervisor.stops:
-                    raise Preempted(f"stopped on request after a failure: {error}") from None
 
     def _again(self, failure: Failure) -> None:
         """Prepare the next start.

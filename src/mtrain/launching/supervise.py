@@ -84,8 +84,6 @@ class Supervisor:
         self.failure: Failure | None = None
         """The first failure, once `wait` has raised it."""
         self.stops = 0
-        self.stopped_before = False
-        """True if a stop was requested before the first rank failed."""
         self.previous: dict[int, Any] = {}
 
     def start(self, fork: Callable[[int], int], ranks: int) -> None:
@@ -125,7 +123,6 @@ class Supervisor:
             if self.ranks:
                 self._reap_for(GRACE_S)
             failed = self._failed()
-            self.stopped_before = bool(self.stops)
         finally:
             self._end_all()
             self._restore()
