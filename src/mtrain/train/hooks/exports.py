@@ -102,7 +102,7 @@ class Exports(Hook):
     """Every `checkpoint.hf_every`-th checkpoint of the run as a Hugging Face folder.
 
     One process at a time exports them, in order. A run that ends waits for it; a run that stops or
-    fails ends it, and exports the checkpoint again if it continues from there.
+    fails ends it, and makes up for its exports if it continues and the checkpoints still exist.
     """
 
     name = "exports"
@@ -112,21 +112,25 @@ class Exports(Hook):
         self.progress = progress
         self.number = 0
         """Checkpoints committed so far, by earlier processes of the run too."""
+        self.owed: list[int] = []
+        """Steps that an earlier process of the run has not exported."""
         self.queue: deque[Export] = deque()
         """Exports to do; the first one runs."""
         self.complete = False
         """True once the run has made its last step."""
 
     def start(self, context: TrainContext) -> None:
-        """Remove what a process that was killed left, and make up for its export."""
+        """Remove what a process that was killed left, and make up for its exports."""
         if not context.world.is_rank0:
             return
         for draft in (self.home / FOLDER).glob(f"{DRAFT}*"):
             shutil.rmtree(draft, ignore_errors=True)
-        path = self.home / CHECKPOINTS / folder.folder_name(context.state.step)
-        missing = not (self.home / FOLDER / path.name).exists()
-        if self._is_due(context) and missing and folder.is_checkpoint(path):
-            self._add(path)
+        due = [context.state.step] if self._is_due(context) else []
+        for step in (*self.owed, *due):
+            path = self.home / CHECKPOINTS / folder.folder_name(step)
+            missing = not (self.home / FOLDER / path.name).exists()
+            if missing and folder.is_checkpoint(path):
+                self._add(path)
 
     def saved(self, context: TrainContext, path: Path) -> None:
         """Export a checkpoint that is due."""
@@ -160,12 +164,16 @@ class Exports(Hook):
         Meeting(world.store, world.rank, world.size, limit_s + SLACK_S).barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of checkpoints, the one that is being saved included."""
-        return {"committed": self.number + 1}
+        """Return the number of checkpoints, the one that is being saved included, and the steps
+        that are not exported yet.
+        """
+        waiting = [folder.step_of(one.checkpoint) for one in self.queue]
+        return {"committed": self.number + 1, "waiting": waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue to count."""
         self.number = state["committed"]
+        self.owed = state["waiting"]
 
     def _is_due(self, context: TrainContext) -> bool:
         every = context.run.checkpoint.hf_every
