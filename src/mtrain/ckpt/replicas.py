@@ -29,7 +29,7 @@ class Replicas:
     _facts: np.ndarray | None = None
     """The pieces of the last save."""
     _own: np.ndarray | None = None
-    """Whether this rank saves each of them."""
+    """True for each of them that this rank saves."""
 
     def shared_out(
         self, shards: Sequence[TensorShard], group: dist.ProcessGroup, device: torch.device
