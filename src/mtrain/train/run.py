@@ -36,6 +36,7 @@ from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.hooks.planned import Planned
 from mtrain.train.hooks.profile import Profile
 from mtrain.train.hooks.progress import Progress
+from mtrain.train.hooks.replicas import Replicas
 from mtrain.train.hooks.sample import RanksApart, Sample, end_after_run
 from mtrain.train.hooks.startup import Startup
 from mtrain.train.hooks.tokenizer import KeepTokenizer
@@ -143,6 +144,8 @@ def run_hooks(
         Sample(splits, checkpoints, paths.checkpoint, progress),
         *optional.enabled(run, folder),
     ]
+    if run.resilience.replica_check_interval is not None:
+        hooks.append(Replicas(run.resilience.replica_check_interval))
     if run.trainer.profile_step:
         # first, so that the trace has the work of no other hook
         hooks.insert(0, Profile(folder, run.trainer.profile_step, run.trainer.profile_ranks))

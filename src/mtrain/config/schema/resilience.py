@@ -2,12 +2,12 @@
 
 from typing import Annotated
 
-from mtrain.config.schema.base import Key, NonNegativeInt, PositiveFloat, Section
+from mtrain.config.schema.base import Key, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class ResilienceConfig(Section):
-    """`resilience`: restarts of a failed run. No key changes a number, and none is part of the
-    digest.
+    """`resilience`: restarts of a failed run, and checks of its ranks. No key changes a number, and
+    none is part of the digest.
     """
 
     restarts: Annotated[NonNegativeInt, Key(aka="max_restarts")] = 0
@@ -20,4 +20,9 @@ class ResilienceConfig(Section):
     ] = None
     """Minutes over which `restarts` is counted: a run ends if it would restart more often within
     any such period. null: from the start of the run.
+    """
+    replica_check_interval: PositiveInt | None = None
+    """Steps between two comparisons of the weights of data-parallel replicas, by a checksum of each
+    tensor, after backward and before the update. If they differ, the run names the rank, its
+    machine and the tensor, and ends with exit code 5. null: no comparison.
     """
