@@ -52,7 +52,7 @@ class UnresolvedCheckpoint(Section):
     null: drawn from trainer.seed. If no model is chosen, the model is theirs. Optimizer, schedule
     and data start at step 0; a resumed run has weights of its own.
     """
-    async_save: bool | None = None
+    async_save: Annotated[bool | None, Key(flag="--async-save")] = None
     """Save in the background: each rank copies its state to host memory and goes on, and a process
     of its own writes it. The copies are made during the next forward and backward. null: true on
     GPUs.
