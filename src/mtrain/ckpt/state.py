@@ -104,8 +104,10 @@ def begin_save(
         text = run_yaml(run.recorded())
         policy = Policy.of(run.checkpoint)
         saves.begin(Job(root, state.step, tuple(contents), manifest, text, policy, known))
-        # FSDP frees parts of weights when it leaves this block.
-        if run.parallel.frees_weights or run.parallel.fsdp != "none":
+        # FSDP frees parts of weights when it leaves this block, and another thread must not call
+        # the device while a graph is captured.
+        captured = run.trainer.cuda_graph_impl != "none"
+        if captured or run.parallel.frees_weights or run.parallel.fsdp != "none":
             saves.secured()
     begin_phase("after save")
 

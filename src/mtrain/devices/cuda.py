@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -52,6 +53,9 @@ def _pin(memory: torch.Tensor) -> Callable[[], None]:
     address = memory.data_ptr()
     # Copies from memory that cannot be pinned work as well: they only take longer.
     if int(runtime.cudaHostRegister(address, memory.numel(), 0)) != 0:
+        # The runtime keeps the error for the next launch, whoever makes it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         return lambda: None
 
     def unpin() -> None:

@@ -60,6 +60,8 @@ class Checkpoints(Hook):
         """The number and the time of waits for a save that was under way when the next was due."""
         self.unsecured = False
         """Tensors of a save may still be copied."""
+        self.blocked_s = 0.0
+        """The time that the save under way has kept the loop."""
 
     def start(self, context: TrainContext) -> None:
         """Note the step that the run resumes from, which needs no saving."""
@@ -82,8 +84,10 @@ class Checkpoints(Hook):
         if self.saves is None or self.saves.pending is None:
             return
         if self.unsecured:
+            begun = time.monotonic()
             self.saves.secured()
             self.unsecured = False
+            self.blocked_s += time.monotonic() - begun
             # A rank whose disk is slow may come late: the others wait for it here, and not in a
             # collective with its shorter timeout.
             problem = ckpt_state.meeting_of(context.world, context.run).barrier(self.saves.problem)
@@ -140,7 +144,9 @@ class Checkpoints(Hook):
         self.saved_step = state.step
         save = (self.root, context.run, context.world, state, self.data_facts)
         if self.saves is not None:
+            begun = time.monotonic()
             ckpt_state.begin_save(self.saves, *save)
+            self.blocked_s = time.monotonic() - begun
             self.unsecured = True
             if last:
                 self._settle(context, last=True)
@@ -186,7 +192,8 @@ class Checkpoints(Hook):
         context.by_time.save_settled()
         seconds = saves.seconds
         path = ckpt_state.end_save(saves, context.state)
-        self._saved(context, path, f", written in {seconds:.1f} s")
+        how = f", written in {seconds:.1f} s; the loop waited {self.blocked_s:.2f} s"
+        self._saved(context, path, how)
 
     def _failed(self, context: TrainContext, problem: str, *, last: bool = False) -> None:
         """Give up the save in the background, on every rank."""
