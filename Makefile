@@ -30,7 +30,7 @@ test: install
 test-all: full
 	$(MAKE) -j 2 oracle fuzz
 
-full: install .triton-3.6 .launch-test
+full: install .triton-3.6 .launch-test .moto-5.2
 	$(PYTEST) -m 'full or engine' --part=$(or $(PART),1/1)
 
 # The oldest Triton that is admitted, beside the installed one: kernels/tests/test_aot.py compiles with both
@@ -44,6 +44,10 @@ LAUNCH_TEST := kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 kubeflow-
   durationpy==0.11 retrying==1.4.2 six==1.17.0 ray==2.60.0 msgpack==1.2.4 protobuf==7.36.2
 .launch-test: | $(STAMP)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $@ $(LAUNCH_TEST)
+
+# A server and a client of S3, whose botocore is another than that of the tests: tests/unit/test_checkpoint_s3.py
+.moto-5.2: | $(STAMP)
+	$(BIN)/python -m pip install -q --upgrade --target $@ 'moto[server]==5.2.5' s3fs==2026.9.0 'botocore>=1.43.115,<1.43.118' 'boto3>=1.43.115,<1.43.118'
 
 # megatron-core's newest release that is supported lies in a folder of its own, in front of the installed one
 ENGINE := $(VENV)/megatron-core-0.19.2

@@ -26,6 +26,7 @@ LAYERS = {
     "strict_json": 0,
     "config": 1,
     "durable": 1,
+    "object_store": 1,
     "startup": 1,
     "layout": 2,
     "locks": 2,

@@ -473,6 +473,13 @@ def _sound_of(status: os.stat_result) -> _Sound:
     return _sound.setdefault(_identity(status), _Sound())
 
 
+def forget(path: Path) -> None:
+    """Let everything of a file be compared again: one that was removed a moment ago may have had
+    the same identity.
+    """
+    _sound.pop(_identity(path.stat()), None)
+
+
 def _identity(s: os.stat_result) -> Identity:
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mtrain import locks
 from mtrain.ckpt import folder
+from mtrain.ckpt.remote.place import Place
+from mtrain.ckpt.remote.transfer import download, download_into, upload
 from mtrain.ckpt.retention import (
     Policy,
     Retention,
@@ -22,7 +26,7 @@ from mtrain.ckpt.retention import (
 )
 from mtrain.ckpt.verification import verified
 from mtrain.cli.atomic_output import drafted, new_folder
-from mtrain.cli.checkpoint.look import one_checkpoint, one_folder
+from mtrain.cli.checkpoint.look import one_address, one_checkpoint, one_folder
 from mtrain.cli.named_values import Word, one_of, read_words, whole
 from mtrain.cli.output import refusal, say_json
 from mtrain.config.compose.lock_file import read_run_file
@@ -30,9 +34,10 @@ from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.durable import not_read
 from mtrain.errors import BadEnvironment, CorruptData, say
 from mtrain.launching.folder import LOCK_FILE
+from mtrain.object_store import is_remote
 from mtrain.units import bytes_, number_of
 
-USAGE = "CHECKPOINT NEW_FOLDER"
+USAGE = "CHECKPOINT NEW_FOLDER_OR_ADDRESS"
 NULL = "null"
 COPY_BYTES = 16 << 20
 _steps = whole(None, 1, 1 << 31, "2", "a whole number of at least 1, or null for all")
@@ -170,9 +175,11 @@ def copy(words: Sequence[str], *, as_json: bool) -> int:
         CorruptData: the checkpoint, or what was written, is not as it should be.
         BadEnvironment: the copy cannot be written.
     """
-    if len(words) != 2 or any("=" in word for word in words):
+    if len(words) != 2 or any("=" in word and not is_remote(word) for word in words):
         rule = "cannot copy because it takes a checkpoint and a new folder"
         raise refusal(rule, f"{program()} checkpoint copy {USAGE}", "MT002")
+    if any(map(is_remote, words)):
+        return _copy_remote(*words, as_json=as_json)
     source = one_checkpoint(words[:1], f"copy {USAGE}")
     out = new_folder(Path(words[1]).expanduser())
     with folder.reading(source):
@@ -193,6 +200,47 @@ def copy(words: Sequence[str], *, as_json: bool) -> int:
         f"{out}: {number_of(found.files, 'file')}, {bytes_(found.nbytes)}, read back at"
         f" {bytes_(found.rate)}/s: as it was written"
     )
+    return 0
+
+
+def _copy_remote(source: str, target: str, *, as_json: bool) -> int:
+    """Copy a checkpoint to an object store, out of one, or between two; see `copy`."""
+    usage = f"copy {USAGE}"
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        if is_remote(source):
+            from_place = one_address(source, usage)
+            if not is_remote(target):
+                out = new_folder(Path(target).expanduser())
+                with drafted(out, "copying") as draft:
+                    nbytes = download_into(from_place, draft)
+                return _say_copied(from_place.url, str(out), nbytes, begun, as_json)
+            # A store sends nothing to another one: the way is through this machine.
+            scratch = Path(stack.enter_context(TemporaryDirectory(prefix="mtrain-")))
+            path = scratch / from_place.name
+            download(from_place, path)
+            source = from_place.url
+        else:
+            path = one_checkpoint([source], usage)
+            source = str(path)
+            stack.enter_context(folder.reading(path))
+            found = verified(path, folder.read_manifest(path, verify=False))
+            if found.damage:
+                raise CorruptData(*found.damage, f"{target} was not written")
+        place = Place(target)
+        if not place.is_checkpoint:
+            place = place / folder.folder_name(folder.parse_manifest(path)["step"])
+        sent = upload(path, place, read_back=True)
+    return _say_copied(source, place.url, sent.nbytes, begun, as_json)
+
+
+def _say_copied(source: str, target: str, nbytes: int, begun: float, as_json: bool) -> int:
+    seconds = time.monotonic() - begun
+    if as_json:
+        say_json({"source": source, "copy": target, "bytes": nbytes, "seconds": seconds})
+    else:
+        rate = bytes_(nbytes / max(seconds, 1e-9))
+        say(f"{target}: {bytes_(nbytes)} copied and compared at {rate}/s: as it was written")
     return 0
 
 

@@ -6,15 +6,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mtrain import strict_json
 from mtrain.ckpt import folder
 from mtrain.ckpt.index import filled
+from mtrain.ckpt.remote.place import Place, uncommitted
+from mtrain.ckpt.remote.transfer import described
+from mtrain.ckpt.remote.transfer import strangers as foreign
+from mtrain.ckpt.remote.transfer import verified as verified_there
 from mtrain.ckpt.verification import verified
 from mtrain.cli.output import refusal, say_json, table
 from mtrain.config.compose.lock_file import read_run_file
@@ -26,10 +31,23 @@ from mtrain.errors import BadEnvironment, ConfigError, CorruptData, say, say_pag
 from mtrain.launching.verdict.damage import strangers
 from mtrain.launching.verdict.figures import nbytes
 from mtrain.loading.checkpoints import newest
+from mtrain.object_store import is_remote
 from mtrain.units import bytes_, number_of
 
 DIGITS = 12
 AXES = ("tp", "cp", "dp", "pp", "ep")
+
+
+def one_word(words: Sequence[str], usage: str) -> str:
+    """Return the only word, which names a folder or an address.
+
+    Raises:
+        ConfigError: it is missing, or there are more.
+    """
+    if len(words) != 1 or ("=" in words[0] and not is_remote(words[0])):
+        rule = f"cannot {usage.split()[0]} because it takes one folder"
+        raise refusal(rule, f"{program()} checkpoint {usage}", "MT002")
+    return words[0]
 
 
 def one_folder(words: Sequence[str], usage: str) -> Path:
@@ -38,10 +56,7 @@ def one_folder(words: Sequence[str], usage: str) -> Path:
     Raises:
         ConfigError: it is missing, there are more, or there is no such folder.
     """
-    if len(words) != 1 or "=" in words[0]:
-        rule = f"cannot {usage.split()[0]} because it takes one folder"
-        raise refusal(rule, f"{program()} checkpoint {usage}", "MT002")
-    path = Path(words[0]).expanduser()
+    path = Path(one_word(words, usage)).expanduser()
     if not path.is_dir():
         rule = f"{path} does not exist" if not path.exists() else f"{path} is no folder"
         raise refusal(rule, f"{program()} checkpoint {usage}", "MT502")
@@ -60,12 +75,36 @@ def one_checkpoint(words: Sequence[str], usage: str) -> Path:
     return path
 
 
+def one_address(name: str, usage: str) -> Place:
+    """Return the checkpoint at an address; of a run's address, the newest.
+
+    Raises:
+        ConfigError: there is none.
+        CorruptData: it was not committed.
+        BadEnvironment: the store does not answer.
+    """
+    place = Place(name)
+    found = place.newest()
+    if found is None:
+        if place.is_checkpoint:
+            raise uncommitted(place)
+        rule = f"{place} has no checkpoint"
+        raise refusal(rule, f"{program()} checkpoint {usage}", "MT502")
+    return found
+
+
 def list_(words: Sequence[str], *, as_json: bool) -> int:
     """Print the checkpoints of a run, a line each: step, size, state, layout, model."""
-    home = one_folder(words, "list RUN")
-    root = home / CHECKPOINTS if (home / CHECKPOINTS).is_dir() else home
-    drafts = sorted(root.glob(".saving-step_*"))
-    rows = [_row(path) for path in (*folder.folders(root), *drafts)]
+    name = one_word(words, "list RUN")
+    home: Path | str
+    if is_remote(name):
+        home = name
+        rows = list(_remote_rows(Place(name)))
+    else:
+        home = one_folder(words, "list RUN")
+        root = home / CHECKPOINTS if (home / CHECKPOINTS).is_dir() else home
+        drafts = sorted(root.glob(".saving-step_*"))
+        rows = [_row(path) for path in (*folder.folders(root), *drafts)]
     if not rows:
         rule = f"{home} has no checkpoint yet"
         raise refusal(rule, f"{program()} checkpoint list RUN", "MT502")
@@ -85,21 +124,44 @@ def list_(words: Sequence[str], *, as_json: bool) -> int:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    row: dict[str, Any] = {"name": path.name, "step": None, "bytes": size, "layout": "-"}
-    row |= {"model": "-", "why": ""}
+    row = _empty(path.name, sum(f.stat().st_size for f in path.iterdir() if f.is_file()))
     if path.name.startswith("."):
         return row | {"state": "not committed"}
     try:
-        manifest = folder.parse_manifest(path)
-        row |= {"step": int(manifest["step"]), "layout": layout_of(manifest["state"])}
-        with suppress(ConfigError, BadEnvironment):
-            row["model"] = model_digest(read_run_file(path / RUN_FILE))[:DIGITS]
+        row |= _facts(path, folder.parse_manifest(path))
         folder.read_manifest(path, verify=False)
     except (CorruptData, BadEnvironment) as error:
         state = "damaged" if folder.is_checkpoint(path) else "not committed"
         return row | {"state": state, "why": str(error).splitlines()[0]}
     return row | {"state": "complete"}
+
+
+def _remote_rows(place: Place) -> Iterator[dict[str, Any]]:
+    """Yield a row for each checkpoint at an address."""
+    for one in place.checkpoints():
+        row = _empty(one.name, one.nbytes) | {"step": one.step}
+        if not one.is_committed:
+            yield row | {"state": "not committed"}
+            continue
+        try:
+            with TemporaryDirectory(prefix="mtrain-") as scratch:
+                manifest = described(place / one.name, Path(scratch))
+                yield row | _facts(Path(scratch), manifest) | {"state": "complete"}
+        except CorruptData as error:
+            yield row | {"state": "damaged", "why": str(error).splitlines()[0]}
+
+
+def _empty(name: str, nbytes: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "step": None, "bytes": nbytes, "layout": "-"}
+    return row | {"model": "-", "why": ""}
+
+
+def _facts(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return what a manifest, and the configuration in its folder, say in a row."""
+    facts = {"step": int(manifest["step"]), "layout": layout_of(manifest["state"])}
+    with suppress(ConfigError, BadEnvironment):
+        facts["model"] = model_digest(read_run_file(path / RUN_FILE))[:DIGITS]
+    return facts
 
 
 def layout_of(state: dict[str, Any]) -> str:
@@ -122,20 +184,37 @@ def inspect(words: Sequence[str], *, as_json: bool) -> int:
     Raises:
         CorruptData: it is no committed checkpoint, or was altered.
     """
-    path = one_checkpoint(words, "inspect CHECKPOINT")
+    usage = "inspect CHECKPOINT"
+    name = one_word(words, usage)
+    if is_remote(name):
+        place = one_address(name, usage)
+        with TemporaryDirectory(prefix="mtrain-") as scratch:
+            root = Path(scratch)
+            manifest = filled(root, described(place, root))
+            run = read_run_file(root / RUN_FILE)
+        _print_contents(str(place), manifest, run, foreign(manifest, place.sizes()), as_json)
+        return 0
+    path = one_checkpoint(words, usage)
     manifest = filled(path, folder.read_manifest(path, verify=False))
     run = read_run_file(path / RUN_FILE)
+    _print_contents(str(path), manifest, run, strangers(path, manifest), as_json)
+    return 0
+
+
+def _print_contents(
+    path: str, manifest: dict[str, Any], run: RunConfig, extra: Sequence[str], as_json: bool
+) -> None:
+    """Print what `inspect` says of a checkpoint; `extra`: files that do not belong to it."""
     tensors = [_tensor(name, entry) for name, entry in sorted(manifest["tensors"].items())]
     total = sum(one["bytes"] for one in tensors)
     state = manifest["state"]
-    extra = strangers(path, manifest)
     if as_json:
-        facts = {"checkpoint": str(path), "format": manifest["format"], "step": manifest["step"]}
+        facts = {"checkpoint": path, "format": manifest["format"], "step": manifest["step"]}
         facts |= {"model": run.model.name, "model_digest": model_digest(run)}
         facts |= {"run_digest": state.get("digest"), "layout": state.get("grid")}
         facts |= {"state": state, "files": manifest["files"], "strangers": extra}
         say_json(facts | {"tensors": tensors, "bytes": total})
-        return 0
+        return
     for one in tensors:
         shape = "x".join(map(str, one["shape"])) or "scalar"
         pieces = number_of(one["pieces"], "piece")
@@ -149,7 +228,6 @@ def inspect(words: Sequence[str], *, as_json: bool) -> int:
     say(f"{number_of(len(tensors), 'tensor')} ({kinds}), {bytes_(total)}")
     for name in extra:
         say(f"{name}: does not belong to the checkpoint")
-    return 0
 
 
 def _tensor(name: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -178,13 +256,21 @@ def verify(words: Sequence[str], *, as_json: bool) -> int:
         CorruptData: it has no manifest that can be read.
         BadEnvironment: a file may not be read.
     """
-    path = one_checkpoint(words, "verify CHECKPOINT")
-    with folder.reading(path):
-        manifest = folder.parse_manifest(path)
-        found = verified(path, manifest)
-    extra = strangers(path, manifest)
-    foreign = [f"{path / name} does not belong to the checkpoint" for name in extra]
-    damage = [*found.damage, *foreign]
+    usage = "verify CHECKPOINT"
+    name = one_word(words, usage)
+    path: Path | Place
+    if is_remote(name):
+        path = one_address(name, usage)
+        found = verified_there(path)
+        damage = list(found.damage)
+    else:
+        path = one_checkpoint(words, usage)
+        with folder.reading(path):
+            manifest = folder.parse_manifest(path)
+            found = verified(path, manifest)
+        extra = strangers(path, manifest)
+        damage = [*found.damage]
+        damage += [f"{path / one} does not belong to the checkpoint" for one in extra]
     if as_json:
         say_json(
             {

@@ -17,8 +17,9 @@ from mtrain.config.disk.token_files import read_manifest
 from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.store.indexed import IndexedDataset, with_suffix
-from mtrain.data.store.remote import is_mirrored, is_remote, mirrored
+from mtrain.data.store.remote import is_mirrored, mirrored
 from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.object_store import is_remote
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mtrain import strict_json, units
+from mtrain import object_store, strict_json, units
 from mtrain.config.disk import token_files
 from mtrain.config.disk.token_files import HEADER, read_header
 from mtrain.data.store import cache as corpora
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData
+from mtrain.errors import ConfigError, CorruptData
+from mtrain.object_store import has_secret, without_secret
 
-SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 SUFFIX = ".remote.json"
 FOLDER = "remote"
 BLOCK_BYTES = 1 << 20
@@ -36,11 +36,6 @@ HELD_BLOCKS = 64
 # Fetched blocks after which a process measures the cache; others may fetch as many meanwhile
 COUNTED_EVERY = 16
 T = TypeVar("T")
-
-
-def is_remote(name: str) -> bool:
-    """Return whether a prefix names an object store and not a local file."""
-    return SCHEME.match(name) is not None
 
 
 def is_mirrored(prefix: Path) -> bool:
@@ -55,11 +50,10 @@ def mirrored(name: str, key: str, cache: Path, limit_bytes: int) -> Path:
     its library is not available, CorruptData for an index that does not add up.
     """
     # the prefix is written to run.yaml, logs and the cache's notes
-    if re.search(r"://[^/]*@|[?#]", name):
-        shown = SCHEME.match(name)
+    if has_secret(name):
         rule = "cannot be used because it holds credentials or a query, and logs show paths"
         fix = "a path without them: the store's library finds credentials in the environment"
-        raise ConfigError.of("MT602", f"data.{key}", f"{shown and shown[1]}://...", rule, fix)
+        raise ConfigError.of("MT602", f"data.{key}", without_secret(name), rule, fix)
     store = Store(name)
     # sizes and versions name the folder: a replaced file is another corpus, with no old blocks
     facts = {suffix: store.facts(suffix, key) for suffix in (".idx", ".bin")}
@@ -136,18 +130,7 @@ class Store:
     def files(self) -> Any:
         """Return the file system, a new one in each process, as some do not survive a fork."""
         if self._of_process is None or self._of_process[0] != os.getpid():
-            scheme = self.name.partition("://")[0]
-            try:
-                import fsspec
-
-                self._of_process = os.getpid(), fsspec.filesystem(scheme)
-            except ImportError as error:
-                raise BadEnvironment(
-                    f"data in {scheme}:// needs fsspec and its library for the store: {error}",
-                    "  fix: pip install 'mtrain[fsspec]'",
-                ) from error
-            except ValueError as error:
-                raise BadEnvironment(f"data in {scheme}://: fsspec knows no such store") from error
+            self._of_process = os.getpid(), object_store.file_system(self.name, "data")
         return self._of_process[1]
 
     def facts(self, suffix: str, key: str) -> dict[str, Any]:
@@ -210,20 +193,7 @@ class Store:
         return data
 
     def _request(self, call: Callable[[], T], path: str) -> T:
-        """Return the answer of a store.
-
-        Errors of the store may contain signed addresses, so the message has only their type.
-        """
-        try:
-            return call()
-        except (FileNotFoundError, BadEnvironment):
-            raise
-        except Exception as error:
-            raise BadEnvironment(
-                f"{path} cannot be read: {type(error).__name__}",
-                "  fix: the network, and the credentials that the store's library finds in the"
-                " environment",
-            ) from None
+        return object_store.request(call, path)
 
 
 class RemoteTokens:
