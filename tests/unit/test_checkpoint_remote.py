@@ -109,6 +109,18 @@ def test_remote_failed_upload_is_no_checkpoint(
     assert transfer.verified(Place(STEP_1)).damage == ()
 
 
+def test_remote_silently_cut_object_is_not_committed(
+    store: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(self: Any, source: str, path: str, **more: Any) -> None:
+        self.pipe_file(path, Path(source).read_bytes()[:100])
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", cut)
+    with pytest.raises(BadEnvironment, match="has 100 bytes after its upload"):
+        transfer.upload(saved, Place(STEP_1))
+    assert Place(URL).committed() == []
+
+
 def test_remote_second_upload_sends_what_is_missing(
     store: Any, saved: Path, tmp_path: Path
 ) -> None:
@@ -201,6 +213,10 @@ def test_remote_copy_reads_back_before_it_commits(
     monkeypatch.setattr(MemoryFileSystem, "put_file", wrong)
     assert SHARDS[1] in said(capsys, "copy", saved, URL, code=4)
     assert Place(URL).committed() == []
+    # The next try finds the header of the right file, and the wrong bytes behind it.
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put)
+    said(capsys, "copy", saved, URL)
+    assert transfer.verified(Place(STEP_1)).damage == ()
 
 
 def test_remote_other_checkpoint_is_never_mixed(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,14 @@ def upload(
     def send(name: str, facts: Mapping[str, Any]) -> int | None:
         tick()
         there = sizes.get(name) == facts["bytes"] and _is_same(place, name, facts)
-        if there and not read_back:
+        if there and read_back:
+            there = not _fault(place, name, facts)
+        if there:
             return None
-        if not there:
-            place.send(source / name, name)
-        if read_back:
-            with _fetched(place, name) as file:
-                _compare(place, file, name, facts)
-        return None if there else int(facts["bytes"])
+        place.send(source / name, name)
+        if read_back and (fault := _fault(place, name, facts)):
+            raise CorruptData(fault)
+        return int(facts["bytes"])
 
     files = manifest["files"]
     with _threads() as pool:
@@ -226,25 +227,15 @@ def verified(place: Place) -> Verified:
     files = manifest["files"]
     _check_names(place, files)
 
-    def fault(name: str, facts: Mapping[str, Any]) -> tuple[str, int]:
-        try:
-            with _fetched(place, name) as file:
-                size = file.stat().st_size
-                _compare(place, file, name, facts)
-                return "", size
-        except CorruptData as error:
-            return str(error), 0
-        except (KeyError, TypeError):
-            return f"{place / name}: the manifest has no hash of it", 0
-
     with _threads() as pool:
-        results = list(pool.map(fault, files, files.values()))
-    damage = [line for line, _ in results if line]
+        faults = list(pool.map(partial(_fault, place), files, files.values()))
+    damage = [fault for fault in faults if fault]
     damage += [
         f"{place / name} does not belong to the checkpoint"
         for name in strangers(manifest, place.sizes())
     ]
-    nbytes = sum(size for _, size in results)
+    whole = [name for name, fault in zip(files, faults, strict=True) if not fault]
+    nbytes = sum(files[name]["bytes"] for name in whole)
     return Verified(len(files), nbytes, time.monotonic() - begun, tuple(damage))
 
 
@@ -286,6 +277,20 @@ def _fetched(place: Place, name: str) -> Iterator[Path]:
         except OSError as error:
             raise BadEnvironment(f"{file} cannot be written: {error.strerror or error}") from None
         yield file
+
+
+def _fault(place: Place, name: str, facts: Mapping[str, Any]) -> str:
+    """Read every byte of an object; return in words how it differs from the manifest, or an empty
+    text.
+    """
+    try:
+        with _fetched(place, name) as file:
+            _compare(place, file, name, facts)
+    except CorruptData as error:
+        return str(error)
+    except (KeyError, TypeError):
+        return f"{place / name}: the manifest has no hash of it"
+    return ""
 
 
 def _compare(place: Place, file: Path, name: str, facts: Mapping[str, Any]) -> None:
