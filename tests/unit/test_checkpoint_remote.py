@@ -266,6 +266,23 @@ def test_remote_owner_refuses_another_run(store: Any) -> None:
     assert OWNER not in {one.name for one in place.checkpoints()}
 
 
+def test_remote_prune_command_needs_a_policy(
+    run: RunConfig, store: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        transfer.upload(saved := committed(run, tmp_path / "c", step), Place(URL) / saved.name)
+    assert "MT002" in said(capsys, "prune", URL, code=2)
+    assert "MT002" in said(capsys, "prune", URL, "keep=1", "keep_best=valid_loss", code=2)
+    assert "MT502" in said(capsys, "prune", "memory://bucket/nothing", "keep=1", code=2)
+    words = ("prune", URL, "keep=1", "keep_every=2", "--json")
+    found = json.loads(said(capsys, *words, "--dry-run"))
+    assert (found["checkpoints"], found["deleted"]) == (["step_00000001"], False)
+    assert found["bytes"] == sum(Place(STEP_1).sizes().values())
+    assert len(Place(URL).committed()) == 3
+    assert json.loads(said(capsys, *words))["deleted"] is True
+    assert [one.step for one in Place(URL).committed()] == [2, 3]
+
+
 def test_remote_prune_keeps_what_the_policy_keeps(
     run: RunConfig, store: Any, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from mtrain import locks
 from mtrain.ckpt import folder
 from mtrain.ckpt.remote.place import Place
-from mtrain.ckpt.remote.transfer import download, download_into, upload
+from mtrain.ckpt.remote.transfer import download, download_into, fate_of, pruned, upload
 from mtrain.ckpt.retention import (
     Policy,
     Retention,
@@ -68,6 +68,8 @@ def prune(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
         BadEnvironment: a folder cannot be removed.
     """
     values, rest = read_words(words, KNOWN)
+    if len(rest) == 1 and is_remote(rest[0]):
+        return _prune_remote(rest[0], values, dry_run=dry_run, as_json=as_json)
     home = one_folder(rest, "prune RUN [keep=N] [keep_every=N] [keep_best=valid_loss] [--dry-run]")
     root = home / CHECKPOINTS
     if not (home / RUN_FILE).is_file() or not root.is_dir():
@@ -79,11 +81,45 @@ def prune(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
         sizes = {path: _size(path) for path in found.doomed}
         if not dry_run:
             _remove(found.doomed)
+    _say_fate(str(home), policy, found, sizes, dry_run=dry_run, as_json=as_json)
+    return 0
+
+
+def _prune_remote(url: str, values: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> int:
+    """Delete checkpoints at an address, except those that `keep` and `keep_every` keep."""
+    place = Place(url)
+    if values["keep_best"] is not None or values["keep"] is None:
+        rule = "cannot prune because an address has no run: neither its keys nor its losses"
+        fix = f"{program()} checkpoint prune {url} keep=N [keep_every=N]"
+        raise refusal(rule, fix, "MT002")
+    given = {name: None if values[name] == NULL else values[name] for name in values}
+    policy = Policy(given["keep"], given["keep_every"])
+    every = place.checkpoints()
+    if not every:
+        rule = f"{place} has no checkpoint"
+        raise refusal(rule, f"{program()} checkpoint prune ADDRESS keep=N", "MT502")
+    found = fate_of(every, policy, {}) if dry_run else pruned(place, policy, {})
+    bytes_of = {one.name: one.nbytes for one in every}
+    sizes = {path: bytes_of[path.name] for path in found.doomed}
+    _say_fate(place.url, policy, found, sizes, dry_run=dry_run, as_json=as_json)
+    return 0
+
+
+def _say_fate(
+    home: str,
+    policy: Policy,
+    found: Retention,
+    sizes: Mapping[Path, int],
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Print which checkpoints were deleted, and why each of the others stays."""
     stay = (*found.kept, *found.newest)
     if as_json:
         say_json(
             {
-                "run": str(home),
+                "run": home,
                 "keep": policy.keep,
                 "keep_every": policy.every,
                 "keep_best": policy.best,
@@ -93,7 +129,7 @@ def prune(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
                 "kept": [f"{kept.path.name}: {kept.why}" for kept in stay],
             }
         )
-        return 0
+        return
     done = "would be deleted" if dry_run else "deleted"
     for path in found.doomed:
         say(f"{path.name}: {done}, {bytes_(sizes[path])}")
@@ -101,7 +137,6 @@ def prune(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
         say(f"{kept.path.name}: stays, {kept.why}")
     total = bytes_(sum(sizes.values()))
     say(f"{home}: {number_of(len(found.doomed), 'checkpoint')} {done}, {total}")
-    return 0
 
 
 def _policy(home: Path, values: Mapping[str, Any]) -> Policy:
