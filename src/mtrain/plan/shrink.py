@@ -97,7 +97,13 @@ def shrink(
         ),
         "kernels": run.kernels.model_copy(update=on_a_cpu(run)),
         "checkpoint": run.checkpoint.model_copy(
-            update={"save_interval": 0, "save_minutes": None, "resume": None}
+            update={
+                "save_interval": 0,
+                "save_minutes": None,
+                "local_dir": None,
+                "local_interval": None,
+                "resume": None,
+            }
         ),
         "cluster": run.cluster.model_copy(
             update={

@@ -18,9 +18,15 @@ from mtrain.errors import Problem
 
 RUNS = "log.runs_dir"
 CACHE = "data.cache_dir"
+LOCAL = "checkpoint.local_dir"
 RESUME = "checkpoint.resume"
 # Keys that decide where something is written, and the contents.
-KEYS = {RUNS: "run folders", CACHE: "tokenized text", RESUME: "the run that goes on"}
+KEYS = {
+    RUNS: "run folders",
+    CACHE: "tokenized text",
+    LOCAL: "local checkpoints",
+    RESUME: "the run that goes on",
+}
 # The mark of a cache folder for backup programs (bford.info/cachedir) and for mtrain.
 TAG_FILE = "CACHEDIR.TAG"
 TAG = (
