@@ -28,11 +28,10 @@ from pathlib import Path
 from mtrain import durable, strict_json
 from mtrain.ckpt import folder
 from mtrain.ckpt.verification import verified
-from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST, user_path
+from mtrain.config.compose.paths import CHECKPOINTS, LOCAL_FILE, MANIFEST, user_path
 from mtrain.errors import BadEnvironment, MtrainError
 
-FILE = "local.json"
-"""The file of a run folder that names the folders of its local checkpoints."""
+FILE = LOCAL_FILE
 OWNER = "local_of"
 """The fact of a manifest that names the run of a local checkpoint."""
 KEY = "checkpoint.local_dir"
@@ -55,7 +54,21 @@ class _Noted:
     """The content of `local.json`."""
 
     token: str = ""
+    """Empty: the run has no place now."""
     folders: tuple[Path, ...] = ()
+    places: tuple[str, ...] = ()
+    """The values of `local_dir` so far, as real paths."""
+
+    def write(self, home: Path) -> None:
+        body = {
+            "home": os.path.realpath(home),
+            "token": self.token,
+            "folders": [str(path) for path in self.folders],
+            "places": list(self.places),
+        }
+        draft = home / f".{FILE}"
+        durable.write(draft, strict_json.dumps(body).encode())
+        draft.replace(home / FILE)
 
 
 def place_of(home: Path, local_dir: str | None) -> Local | None:
@@ -81,18 +94,14 @@ def begin(home: Path, checkpoint: Path | None, local_dir: str | None) -> None:
         forget_after(home, folder.step_of(checkpoint))
     else:
         remove(home)
-        noted = _Noted(secrets.token_hex(8))
-    if local_dir is None and not noted.folders:
+        noted = _Noted(secrets.token_hex(8), (), noted.places)
+    if local_dir is None:
         return
-    folders = noted.folders
-    if local_dir is not None:
-        place = _place(local_dir, home, noted.token)
-        _make(place, local_dir)
-        folders = (place, *(path for path in folders if path != place))
-    body = {"token": noted.token, "folders": [str(path) for path in folders]}
-    draft = home / f".{FILE}"
-    durable.write(draft, strict_json.dumps(body).encode())
-    draft.replace(home / FILE)
+    place = _place(local_dir, home, noted.token)
+    _make(place, local_dir)
+    folders = dict.fromkeys((place, *noted.folders))
+    places = dict.fromkeys((*noted.places, os.path.realpath(place.parent)))
+    _Noted(noted.token, tuple(folders), tuple(places)).write(home)
 
 
 def holds(home: Path, checkpoint: Path) -> bool:
@@ -145,8 +154,10 @@ def remove(home: Path) -> None:
         for path in (root, root.parent):
             with suppress(OSError):  # something else is in there
                 path.rmdir()
-    with suppress(OSError):
-        (home / FILE).unlink(missing_ok=True)
+    noted = _noted(home)
+    if noted.token:
+        with suppress(OSError):
+            _Noted(places=noted.places).write(home)
 
 
 def _roots(home: Path) -> Iterator[Path]:
@@ -161,13 +172,15 @@ def _noted(home: Path) -> _Noted:
         body = json.loads((home / FILE).read_text())
         token = body["token"]
         named = [Path(text) for text in body["folders"]]
+        places = tuple(map(str, body["places"]))
+        # It may have come with the run folder of somebody else: never delete in any folder.
+        if body["home"] != os.path.realpath(home) or not isinstance(token, str):
+            return _Noted()
     except (OSError, ValueError, KeyError, TypeError):
         return _Noted()
-    if not isinstance(token, str) or not token:
-        return _Noted()
-    # The file may have come with the run folder of somebody else: never delete in any folder.
     name = _name(home, token)
-    return _Noted(token, tuple(path for path in named if path.name == name and path.is_absolute()))
+    folders = tuple(path for path in named if path.name == name and path.is_absolute())
+    return _Noted(token, folders, places)
 
 
 def _place(local_dir: str, home: Path, token: str) -> Path:
