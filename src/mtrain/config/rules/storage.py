@@ -11,7 +11,7 @@ from pathlib import Path
 from mtrain.config.compose.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
 from mtrain.config.disk.files import download_of, unreadable, unwritable
 from mtrain.config.messages.suggestions import near_choice
-from mtrain.config.rules.finding import Finding, each, multiples
+from mtrain.config.rules.finding import Change, Finding, each, multiples
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 
@@ -237,7 +237,7 @@ def local_schedule(run: RunConfig) -> Iterator[Finding]:
     every = c.local_interval
     steps = run.trainer.steps
     shorter = min(c.save_interval or steps, steps) // 2
-    fixes = [*each(LOCALLY, [shorter] if shorter else []), NO_LOCAL]
+    fixes: list[Change] = [*each(LOCALLY, [shorter] if shorter else []), NO_LOCAL]
     if every is None:
         yield Finding("MT456", LOCAL, f"{LOCALLY} is not set", fixes)
     elif c.save_interval and not every % c.save_interval:
