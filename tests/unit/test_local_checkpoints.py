@@ -47,7 +47,7 @@ def killed(shared: int = 2, newest: int = 4) -> tuple[Path, Path]:
     assert place is not None
     if shared:
         committed(anchored(run), home / "checkpoints", shared)
-    return home, committed(anchored(run), place.root, newest, **{local.OWNER: place.owner})
+    return home, committed(anchored(run), place.root, newest, local_of=place.owner)
 
 
 def test_local_checkpoint_that_is_newer_is_resumed() -> None:
@@ -89,7 +89,7 @@ def _flip(path: Path) -> None:
 
 def _of_another_run(path: Path) -> None:
     shutil.rmtree(path)
-    committed(anchored(run_of()), path.parent, 4, **{local.OWNER: "b-00000000-0000"})
+    committed(anchored(run_of()), path.parent, 4, local_of="b-00000000-0000")
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
