@@ -69,6 +69,7 @@ def fit(
     device: Any = None,
 ) -> tuple[list[tuple[float, float]], list[str], str]:
     """Train with the hook that saves; return losses and norms, notes, and the error."""
+    from mtrain.ckpt.local import place_of
     from mtrain.errors import MtrainError
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.hooks.base import Hook
@@ -94,7 +95,8 @@ def fit(
             world = dataclasses.replace(world, device=device)
         context = assemble(run, world, splits_of(run))
         try:
-            Trainer(context, [Listens(), Checkpoints(root, quiet, {})]).fit()
+            local = place_of(root.parent, run.checkpoint.local_dir)
+            Trainer(context, [Listens(), Checkpoints(root, quiet, {}, local=local)]).fit()
         except MtrainError as error:
             return numbers, notes, f"{type(error).__name__}: {error}"
     return numbers, notes, ""

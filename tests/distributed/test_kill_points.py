@@ -8,9 +8,13 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mtrain.ckpt.folder import step_of
+from mtrain.ckpt.local import begin, exist, forget_after, newest
+from mtrain.config.compose.paths import CHECKPOINTS
 from tests.distributed.test_background_saves import STEPS, files_of, fit, of
 from tests.support import faulty_writer
 from tests.support.forked import RankFailed, run_alone, run_ranks
@@ -20,13 +24,21 @@ EVERY = 2
 """Steps between saves."""
 VICTIMS = ("writer", "rank", "launcher")
 COUNT = 200
+LOCAL_COUNT = 9
 SEED = 32
 BATCHES = 10
 
 
-def killed(folder: Path, victim: str, rank: int, at: int) -> str:
-    """Train in processes of their own, of which one is killed; return how the run ended."""
+def killed(folder: Path, victim: str, rank: int, at: int, *, local: bool = False) -> str:
+    """Train in processes of their own, of which one is killed; return how the run ended.
+
+    `local`: only local checkpoints are made, in a folder as a run has it.
+    """
     folder.mkdir()
+    home = folder / "run"
+    if local:
+        home.mkdir()
+        begin(home, None, str(folder / "local"))
 
     def before() -> None:
         from mtrain.processes import die_with
@@ -35,9 +47,15 @@ def killed(folder: Path, victim: str, rank: int, at: int) -> str:
         faulty_writer.use("kill", at, rank, victim=victim, counted=folder / "calls")
 
     def launcher() -> str:
-        run = of({"ranks": RANKS}, async_save=True, keep=1, barrier_timeout_s=3.0)
+        checkpoint: dict[str, Any] = {"async_save": True, "keep": 1, "barrier_timeout_s": 3.0}
+        root = folder / "checkpoints"
+        if local:
+            checkpoint |= {"local_dir": str(folder / "local"), "local_interval": EVERY}
+            checkpoint |= {"save_interval": 0}
+            root = home / CHECKPOINTS
+        run = of({"ranks": RANKS}, **checkpoint)
         try:
-            ends = run_ranks(RANKS, fit, run, folder / "checkpoints", before)
+            ends = run_ranks(RANKS, fit, run, root, before)
         except RankFailed as error:
             return f"RankFailed: {error}"
         return ends[0][2] or "whole"
@@ -56,15 +74,20 @@ def begun_saves(root: Path) -> int:
     )
 
 
+def gone(folder: Path) -> None:
+    """Wait until the writers of a killed run have ended."""
+    deadline = time.monotonic() + 10
+    while faulty_writer.running(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert faulty_writer.running(folder) == []
+
+
 def check(folder: Path) -> None:
     """Check what a killed run has left, and what the next one leaves of it."""
     from mtrain.ckpt.folder import committed
     from mtrain.ckpt.store import Checkpoint
 
-    deadline = time.monotonic() + 10
-    while faulty_writer.running(folder) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert faulty_writer.running(folder) == []
+    gone(folder)
     root = folder / "checkpoints"
     found = committed(root)
     newest = Checkpoint.open(found[-1]).step if found else 0
@@ -103,3 +126,28 @@ def test_kill_points_lose_at_most_one_interval(batch: int, tmp_path: Path) -> No
         place = tmp_path / str(number)
         assert killed(place, victim, rank, at) != "whole", (victim, rank, at)
         check(place)
+
+
+@pytest.mark.full
+def test_kill_points_of_local_checkpoints_leave_a_whole_one(tmp_path: Path) -> None:
+    place = tmp_path / "whole"
+    assert killed(place, "writer", 0, 0, local=True) == "whole"
+    assert list((place / "local").iterdir()) == []
+    calls = int((place / "calls").read_text())
+    draw = random.Random(SEED)
+    for number in range(LOCAL_COUNT):
+        victim = VICTIMS[number % len(VICTIMS)]
+        at = draw.randint(1, calls * 2 // 3)
+        place = tmp_path / str(number)
+        assert killed(place, victim, 0, at, local=True) != "whole", (victim, at)
+        gone(place)
+        home = place / "run"
+        (root,) = (place / "local").glob(f"*/{CHECKPOINTS}")
+        begun = begun_saves(root)
+        notes: list[str] = []
+        found = newest(home, 0, notes)
+        assert notes == []
+        assert begun - (step_of(found) if found else 0) <= EVERY
+        forget_after(home, step_of(found) if found else 0)
+        assert [path.name for path in root.iterdir()] == ([found.name] if found else [])
+        assert exist(home) == (found is not None)

@@ -70,6 +70,7 @@ def test_config_defaults_70b_on_64_gpus_suits_a_cluster() -> None:
         ),
         "trainer.eval_interval": (0, "resolved from trainer.eval_minutes 30"),
         "trainer.eval_minutes": (30.0, "resolved from cluster.device cuda"),
+        "checkpoint.async_save": (True, "resolved from cluster.device cuda"),
         "checkpoint.save_interval": (0, "resolved from checkpoint.save_minutes 30"),
         "checkpoint.save_minutes": (30.0, "resolved from cluster.device cuda"),
         "trainer.sample_tokens": (0, "resolved from data.kind mock"),

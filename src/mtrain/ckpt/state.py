@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain.ckpt import folder, hashes, retention, store
+from mtrain.ckpt import folder, hashes, local, retention, store
 from mtrain.ckpt.contents import Contents
 from mtrain.ckpt.meeting import Meeting
 from mtrain.ckpt.replicas import Replicas
@@ -47,21 +47,31 @@ class TrainState:
     """Updates that fp16 skipped in a row, up to the last step."""
     hooks: dict[str, Any] = field(default_factory=dict)
     """States of hooks by name, as a checkpoint had them or as the next one gets them."""
-    frozen: store.Frozen | None = None
-    """The tensors that no step changes, once they were saved."""
+    frozen: dict[str, store.Frozen] = field(default_factory=dict)
+    """The tensors that no step changes, once they were saved: by the owner of local checkpoints,
+    which have files of their own, and "" for all others.
+    """
     replicas: Replicas = field(default_factory=Replicas)
     """The pieces that this rank saves."""
 
 
 def save(
-    root: Path, run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]
+    root: Path,
+    run: RunConfig,
+    world: World,
+    state: TrainState,
+    data_facts: dict[str, Any],
+    owner: str = "",
 ) -> Path:
-    """Commit a checkpoint of `state` together with all ranks; see `store.save`."""
+    """Commit a checkpoint of `state` together with all ranks; see `store.save`.
+
+    `owner`: it is a local one of that run (`ckpt.local`).
+    """
     begin_phase("save")
-    shards, frozen = _shards(run, world, state)
-    facts = _facts(run, world, state, data_facts)
+    shards, frozen = _shards(run, world, state, owner)
+    facts = _facts(run, world, state, data_facts, owner)
     ranks = meeting_of(world, run)
-    prune = partial(_prune, root, Policy.of(run.checkpoint))
+    prune = partial(_prune, root, policy_of(run, owner))
     algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
     # FSDP may hold less than a whole shard of a weight outside of a forward.
     with sharding.gathered(state.chunks):
@@ -81,18 +91,19 @@ def begin_save(
     world: World,
     state: TrainState,
     data_facts: dict[str, Any],
+    owner: str = "",
 ) -> None:
     """Begin a save of `state`, together with all ranks, that goes on in the background.
 
-    Weights and the optimizer's state must not change before `saves.secured`.
+    Weights and the optimizer's state must not change before `saves.secured`. `owner`: as in `save`.
     """
     begin_phase("save")
-    shards, frozen = _shards(run, world, state)
+    shards, frozen = _shards(run, world, state, owner)
     name = folder.shard_name(world.rank)
     manifest = {
         "step": state.step,
         "ranks": world.size,
-        "state": _facts(run, world, state, data_facts),
+        "state": _facts(run, world, state, data_facts, owner),
     }
     with sharding.gathered(state.chunks):
         algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
@@ -102,7 +113,7 @@ def begin_save(
             still = folder.frozen_name(world.rank)
             contents.append(Contents.of(still, frozen.shards, algorithm=algorithm))
         text = run_yaml(run.recorded())
-        policy = Policy.of(run.checkpoint)
+        policy = policy_of(run, owner)
         saves.begin(Job(root, state.step, tuple(contents), manifest, text, policy, known))
         # FSDP frees parts of weights when it leaves this block, and another thread must not call
         # the device while a graph is captured.
@@ -116,15 +127,21 @@ def end_save(saves: BackgroundSaves, state: TrainState) -> Path:
     """Take note of the commit of the save that was under way, on every rank; return its path."""
     written = saves.written
     job = saves.done()
-    if state.frozen is not None:
+    frozen = state.frozen.get(job.manifest["state"].get(local.OWNER, ""))
+    if frozen is not None:
         # The last file: the one that was written, or the one that was linked.
-        state.frozen.index = written[-1]
-        state.frozen.path = job.path / written[-1]["file"]["name"]
+        frozen.index = written[-1]
+        frozen.path = job.path / written[-1]["file"]["name"]
     return job.path
 
 
+def policy_of(run: RunConfig, owner: str) -> Policy:
+    """Return the checkpoints that a run keeps: of its local ones, the newest."""
+    return Policy(keep=1) if owner else Policy.of(run.checkpoint)
+
+
 def _shards(
-    run: RunConfig, world: World, state: TrainState
+    run: RunConfig, world: World, state: TrainState, owner: str
 ) -> tuple[list[Any], store.Frozen | None]:
     """Return the shards that a save writes, and those that no step changes."""
     weights = sharding.model_shards(state.chunks)
@@ -132,15 +149,15 @@ def _shards(
     # With adapters the model itself does not change: its file is written once and linked.
     if run.peft.kind is not None:
         still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
-        state.frozen = state.frozen or store.Frozen([s for s in weights if id(s) in still])
+        state.frozen.setdefault(owner, store.Frozen([s for s in weights if id(s) in still]))
     shards = [s for s in weights if id(s) not in still]
     shards += sharding.optimizer_shards(state.chunks, state.optimizer)
     group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return state.replicas.shared_out(shards, group, world.torch_device), state.frozen
+    return state.replicas.shared_out(shards, group, world.torch_device), state.frozen.get(owner)
 
 
 def _facts(
-    run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any]
+    run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any], owner: str
 ) -> dict[str, Any]:
     """Return what a manifest says of the state apart from tensors, the same on every rank."""
     facts = {
@@ -157,6 +174,8 @@ def _facts(
     # Left out where no hook has a state: the files of such a run are those of earlier versions.
     if state.hooks:
         facts["hooks"] = state.hooks
+    if owner:
+        facts[local.OWNER] = owner
     return facts
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from mtrain import durable, locks, strict_json
 from mtrain.ckpt import folder as ckpt_folder
+from mtrain.ckpt import local as ckpt_local
 from mtrain.config.compose.dump import override, run_yaml
 from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, METRICS, RUN_FILE
 from mtrain.config.engine import kernels
@@ -50,6 +51,7 @@ PREAMBLE = (
     RESTARTS,
     LOG,
     FILE,
+    ckpt_local.FILE,
 )
 # Packages whose versions are recorded. megatron-core's is that of the loaded module.
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
@@ -119,9 +121,14 @@ def _plan(run: RunConfig, launch: str | None) -> Plan:
     if earlier is None and checkpoint is None:
         return Plan(home, weights=resume.weights_of(run))
     changes = judge.changes_of(run, home) if checkpoint is None else _allowed(run, checkpoint)
-    branches = checkpoint is not None and checkpoint.parent.parent != home
+    branches = checkpoint is not None and not _is_of(home, checkpoint)
     weights = resume.weights_of(run) if checkpoint is None else None
     return Plan(home, checkpoint, changes, branches, tuple(notes), weights)
+
+
+def _is_of(home: Path, checkpoint: Path) -> bool:
+    """Return whether a checkpoint is one of the run in a folder."""
+    return checkpoint.parent.parent == home or ckpt_local.holds(home, checkpoint)
 
 
 def _allowed(run: RunConfig, checkpoint: Path) -> tuple[str, ...]:
@@ -172,6 +179,7 @@ def opened(
         with _writing(chosen.folder):
             _set_aside(chosen)
             _describe(run, chosen, argv, launch)
+        ckpt_local.begin(chosen.folder, chosen.checkpoint, run.checkpoint.local_dir)
         yield chosen
     finally:
         held.release()

@@ -21,6 +21,7 @@ from typing import Any
 
 from mtrain import strict_json
 from mtrain.ckpt import folder as ckpt_folder
+from mtrain.ckpt import local as ckpt_local
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
@@ -103,13 +104,19 @@ class Attempts:
         root = self.home / CHECKPOINTS
         with suppress(OSError):
             ckpt_folder.sweep(root)
+        notes: list[str] = []
         try:
-            newest = resume.newest(self.home, [])
+            newest = resume.newest(self.home, notes)
         except OSError as error:  # a disk that is gone must not hide what failed first
             raise failure.error from error
         # Imported weights are a checkpoint of step 0, from which nothing but weights is taken.
         if newest is not None and newest != self.weights:
             self.checkpoint = newest
+        begun = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        # A later one was passed over: the newest local one would be taken for older than it.
+        ckpt_local.forget_after(self.home, begun)
+        for note in notes:
+            self.say(note)
         self.times.append(self.clock())
         self.injected = faults.left(self.injected, max(failure.step, reached))
         self._record(failure, _put_aside(self.home / ERRORS, len(self.times)))
@@ -165,6 +172,8 @@ class Attempts:
         if earlier and _is_same(earlier[-1], failure):
             text = f"rank {failure.rank} failed alike"
         origin = "the beginning" if self.checkpoint is None else self.checkpoint.name
+        if self.checkpoint is not None and ckpt_local.holds(self.home, self.checkpoint):
+            origin = f"local {origin}"
         self.say(
             f"restart {number} of {self.run.resilience.restarts}: {text} (step {step}); continuing"
             f" from {origin}, {number_of(lost, 'step')} lost"

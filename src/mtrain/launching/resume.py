@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
+from mtrain.ckpt import local as ckpt_local
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
 from mtrain.config.messages.keys import effect_of
@@ -99,7 +100,7 @@ def latest(run: RunConfig, notes: list[str]) -> tuple[Path, Path | None]:
         raise _nothing("latest", f"no run in {root} has this model; the newest is {runs[0][0]}")
     candidates = same or alike or [runs[0][0]]
     # a run with a checkpoint rather than a newer one that stopped before its first
-    folder = next((f for f in candidates if ckpt_folder.committed(f / CHECKPOINTS)), candidates[0])
+    folder = next((f for f in candidates if has_saved(f)), candidates[0])
     return folder, newest(folder, notes)
 
 
@@ -131,8 +132,22 @@ def named(run: RunConfig, notes: list[str]) -> tuple[Path | None, Path | None]:
     raise _nothing(given, neither)
 
 
+def has_saved(folder: Path) -> bool:
+    """Return whether a run has a checkpoint, which may be a local one."""
+    return bool(ckpt_folder.committed(folder / CHECKPOINTS)) or ckpt_local.exist(folder)
+
+
 def newest(folder: Path, notes: list[str]) -> Path | None:
-    """Return the newest committed checkpoint of a run; None if it stopped before the first."""
+    """Return the newest checkpoint of a run, a local one only if it is later and whole; None if the
+    run stopped before the first.
+    """
+    shared = newest_shared(folder, notes)
+    step = 0 if shared is None else ckpt_folder.step_of(shared)
+    return ckpt_local.newest(folder, step, notes) or shared
+
+
+def newest_shared(folder: Path, notes: list[str]) -> Path | None:
+    """Return the newest committed checkpoint in a run folder; None if there is none."""
     root = folder / CHECKPOINTS
     saved = ckpt_folder.committed(root)
     broken = [
@@ -164,7 +179,7 @@ def weights_of(run: RunConfig) -> Path | None:
         raise _adapters_without_model(run)
     if path is None or not known:
         return path
-    checkpoint = path if (path / ckpt_folder.MANIFEST).is_file() else newest(path, [])
+    checkpoint = path if (path / ckpt_folder.MANIFEST).is_file() else newest_shared(path, [])
     if checkpoint is None:
         rule = f"cannot start from {path} because it has no checkpoint yet"
         fix = "wait until it has saved one, or name another run or checkpoint"

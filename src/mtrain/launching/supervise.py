@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mtrain.ckpt import local
 from mtrain.ckpt.folder import committed
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.errors import (
@@ -241,7 +242,8 @@ class Supervisor:
         return Failure(at_fault, cause["kind"], text, error, cause["step"], helps)
 
     def _advised(self, text: str) -> str:
-        saved = self.advice and committed(self.errors.parent / CHECKPOINTS)
+        home = self.errors.parent
+        saved = self.advice and (committed(home / CHECKPOINTS) or local.exist(home))
         return f"{text}; {self.advice}" if saved else text
 
     def _record(self, rank: int) -> dict[str, Any] | None:

@@ -241,6 +241,7 @@ def ranks_here() -> int:
 
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     try:
+        _refuse_local(run)
         planned = folder.plan(run, launch=launchers.restarted(os.environ))
         if planned.weights is not None and not is_checkpoint(planned.weights):
             rule = (
@@ -260,6 +261,20 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     places = {"folder": chosen.folder, "checkpoint": chosen.checkpoint, "weights": chosen.weights}
     body: dict[str, str | None] = {key: str(path) if path else None for key, path in places.items()}
     return json.dumps({**body, "cpu_matmul": run.kernels.cpu_matmul, "digest": run.digest()})
+
+
+def _refuse_local(run: RunConfig) -> None:
+    """Refuse local checkpoints where other machines have ranks of the run.
+
+    Raises:
+        ConfigError: there are such machines.
+    """
+    local = run.checkpoint.local_dir
+    here = ranks_here()
+    if local is not None and here < run.parallel.ranks:
+        rule = f"{here} of {run.parallel.ranks} ranks are on this machine"
+        fix = "checkpoint.local_dir=null checkpoint.local_interval=null"
+        raise ConfigError.of("MT455", "checkpoint.local_dir", local, rule, fix)
 
 
 def rank() -> str:

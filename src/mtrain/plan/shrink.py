@@ -32,6 +32,7 @@ SMOOTH_EPS = 1e-2
 BASES_EVERY = 2
 _NUMBERS = re.compile(r"\.\d+\.")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
+NOT_SAVED = ("save_minutes", "local_dir", "local_interval", "resume")
 
 
 def shrink(
@@ -97,7 +98,7 @@ def shrink(
         ),
         "kernels": run.kernels.model_copy(update=on_a_cpu(run)),
         "checkpoint": run.checkpoint.model_copy(
-            update={"save_interval": 0, "save_minutes": None, "resume": None}
+            update=dict.fromkeys(NOT_SAVED) | {"save_interval": 0}
         ),
         "cluster": run.cluster.model_copy(
             update={

@@ -12,6 +12,7 @@ import torch
 from mtrain import startup, units
 from mtrain.assembly.kernel_variants import use_measured
 from mtrain.assembly.model import build_model
+from mtrain.ckpt import local as ckpt_local
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt.folder import reading
 from mtrain.ckpt.saving.process import WriterProcess
@@ -114,7 +115,8 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
 def writer_of(run: RunConfig) -> WriterProcess | None:
     """Return the process that writes the checkpoints of this rank in the background, or None."""
     config = run.checkpoint
-    return WriterProcess(config.barrier_timeout_s) if config.async_save and config.saves else None
+    writes = config.async_save and (config.saves or config.local_dir is not None)
+    return WriterProcess(config.barrier_timeout_s) if writes else None
 
 
 def run_hooks(
@@ -129,7 +131,15 @@ def run_hooks(
     """
     folder = paths.folder
     metrics = Metrics(folder)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, progress, splits.describe(), writer)
+    begun = paths.checkpoint
+    checkpoints = Checkpoints(
+        folder / CHECKPOINTS,
+        progress,
+        splits.describe(),
+        writer,
+        ckpt_local.place_of(folder, run.checkpoint.local_dir),
+        from_local=begun is not None and ckpt_local.holds(folder, begun),
+    )
     # Whatever may end a run comes after the checkpoints, so it loses no step.
     hooks: list[Hook] = [
         KeepTokenizer(folder, splits, named_tokenizer(run, paths.checkpoint or paths.weights)),

@@ -23,6 +23,8 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 # The file of a run folder that records its machine and command.
 ENVIRONMENT = "env.json"
+# The file of a run folder that names the places of its local checkpoints.
+LOCAL_FILE = "local.json"
 # The file of a run folder with a line for each step and evaluation.
 METRICS = "metrics.jsonl"
 # Words that `checkpoint.resume` accepts instead of a folder.

@@ -4,13 +4,14 @@ working folder.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.origins import COMMAND_LINE
-from mtrain.config.compose.paths import RESUME_WORDS, user_path
+from mtrain.config.compose.paths import LOCAL_FILE, RESUME_WORDS, user_path
 from mtrain.config.messages.keys import field_of
 from mtrain.config.messages.suggestions import at_default
 from mtrain.config.schema.run import UnresolvedRun
@@ -18,9 +19,15 @@ from mtrain.errors import Problem
 
 RUNS = "log.runs_dir"
 CACHE = "data.cache_dir"
+LOCAL = "checkpoint.local_dir"
 RESUME = "checkpoint.resume"
 # Keys that decide where something is written, and the contents.
-KEYS = {RUNS: "run folders", CACHE: "tokenized text", RESUME: "the run that goes on"}
+KEYS = {
+    RUNS: "run folders",
+    CACHE: "tokenized text",
+    LOCAL: "local checkpoints",
+    RESUME: "the run that goes on",
+}
 # The mark of a cache folder for backup programs (bford.info/cachedir) and for mtrain.
 TAG_FILE = "CACHEDIR.TAG"
 TAG = (
@@ -57,6 +64,8 @@ def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> li
             continue
         # A run file in its own run folder may name that place, wherever it is.
         if key == RUNS and base is not None and _beneath(_real(str(base)), place):
+            continue
+        if key == LOCAL and base is not None and place in _places_of(user_path(str(base)).parent):
             continue
         rule = f"is outside the working folder; only the command line may place {KEYS[key]} there"
         fix = f"{at_default(key)} or {override(key, value)}"
@@ -114,6 +123,17 @@ def _beneath(place: str, folder: str) -> bool:
     is in it.
     """
     return folder not in ("", "/") and f"{place}/".startswith(f"{folder}/")
+
+
+def _places_of(home: Path) -> list[str]:
+    """Return the folders in which a run has had local checkpoints; none for a run folder that is
+    not where it was made, which may be somebody else's.
+    """
+    try:
+        body = json.loads((home / LOCAL_FILE).read_text())
+        return list(map(str, body["places"])) if body["home"] == os.path.realpath(home) else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _is_ours(place: str) -> bool:

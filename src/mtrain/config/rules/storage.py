@@ -11,7 +11,7 @@ from pathlib import Path
 from mtrain.config.compose.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
 from mtrain.config.disk.files import download_of, unreadable, unwritable
 from mtrain.config.messages.suggestions import near_choice
-from mtrain.config.rules.finding import Finding, each, multiples
+from mtrain.config.rules.finding import Change, Finding, each, multiples
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 
@@ -22,6 +22,10 @@ FINAL = "checkpoint.save_final"
 MINUTES = "checkpoint.save_minutes"
 EVERY = "checkpoint.keep_every"
 BEST = "checkpoint.keep_best"
+LOCAL = "checkpoint.local_dir"
+LOCALLY = "checkpoint.local_interval"
+NO_LOCAL = {LOCAL: None, LOCALLY: None}
+RUNS = "log.runs_dir"
 EVALUATED = "trainer.eval_interval"
 WRITABLE = "Name a folder that can be written."
 
@@ -203,3 +207,78 @@ def permanent_checkpoints(run: RunConfig) -> Iterator[Finding]:
         detail = f"saved only at the end, after step {steps}"
         fixes = each(INTERVAL, [every] if every <= steps else [])
     yield Finding("MT438", EVERY, detail, [*fixes, {EVERY: None}])
+
+
+@rule("MT455", reads=f"{LOCAL} {LOCALLY} cluster.nodes parallel.ranks")
+def local_checkpoints_of_machines(run: RunConfig) -> Iterator[Finding]:
+    """Require that one machine has all ranks of a run with local checkpoints."""
+    machines = min(run.cluster.nodes, run.parallel.ranks)
+    if run.checkpoint.local_dir is not None and machines > 1:
+        detail = f"{run.parallel.ranks} ranks on {machines} machines"
+        yield Finding("MT455", LOCAL, detail, [NO_LOCAL], unset=True)
+
+
+@rule(
+    Code(
+        "MT456",
+        help=f"Set `{LOCALLY}`, shorter than `{INTERVAL}`, or leave both local keys out.",
+        example=f"{LOCAL}=/dev/shm",
+    ),
+    reads=f"{LOCALLY} {LOCAL} {INTERVAL} trainer.train_iters {FINAL}",
+)
+def local_schedule(run: RunConfig) -> Iterator[Finding]:
+    """Cannot make local checkpoints.
+
+    Steps that are saved in the run folder need none: a warning.
+    """
+    c = run.checkpoint
+    if c.local_dir is None:
+        return
+    every = c.local_interval
+    steps = run.trainer.steps
+    shorter = min(c.save_interval or steps, steps) // 2
+    fixes: list[Change] = [*each(LOCALLY, [shorter] if shorter else []), NO_LOCAL]
+    if every is None:
+        yield Finding("MT456", LOCAL, f"{LOCALLY} is not set", fixes)
+    elif c.save_interval and not every % c.save_interval:
+        detail = f"each {every}th step is saved in the run folder ({INTERVAL}={c.save_interval})"
+        yield Finding("MT456", LOCALLY, detail, fixes, "warning", also=(INTERVAL,))
+    elif every > steps or (every == steps and c.save_final):
+        yield Finding("MT456", LOCALLY, f"the run has {steps} steps", fixes, "warning")
+
+
+@rule(
+    Code("MT457", help=WRITABLE, example=f"{LOCAL}=/dev/null {LOCALLY}=10"),
+    reads=f"{LOCAL} {LOCALLY} {RUNS}",
+    disk=True,
+)
+def local_folder(run: RunConfig) -> Iterator[Finding]:
+    """Cannot hold local checkpoints.
+
+    On the disk of the run folders they cost what others cost, and are lost with it: a warning.
+    """
+    local = run.checkpoint.local_dir
+    if local is None:
+        return
+    found = list(_folder("MT457", LOCAL, local, "/dev/shm"))
+    yield from found
+    place = os.path.realpath(user_path(local))
+    runs = os.path.realpath(user_path(run.log.runs_dir))
+    if os.path.commonpath((place, runs)) == runs:
+        detail = f"it is in the folder of runs, {runs}, where each folder is a run"
+        fixes = [{LOCAL: "/dev/shm"}, NO_LOCAL]
+        yield Finding("MT457", LOCAL, detail, fixes, also=(RUNS,))
+    elif not found and (disk := _disk_of(place)) is not None and disk == _disk_of(runs):
+        detail = f"cannot be faster than {RUNS}={run.log.runs_dir} because both are on one disk"
+        fixes = [{LOCAL: "/dev/shm"}, NO_LOCAL]
+        yield Finding("MT457", LOCAL, detail, fixes, "warning", also=(RUNS,))
+
+
+def _disk_of(path: str) -> int | None:
+    """Return the number of the file system that holds a path, or will hold it."""
+    for folder in (Path(path), *Path(path).parents):
+        try:
+            return os.stat(folder).st_dev
+        except OSError:
+            continue
+    return None

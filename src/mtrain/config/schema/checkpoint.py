@@ -12,6 +12,8 @@ from mtrain.config.schema.base import (
     Section,
 )
 
+LOCAL = "checkpoint.local_dir"
+
 
 class UnresolvedCheckpoint(Section):
     """`checkpoint`: when state is saved, and what a run starts from."""
@@ -72,6 +74,15 @@ class UnresolvedCheckpoint(Section):
     """
     max_failures: PositiveInt = 3
     """The number of failed checkpoints in a row that ends a run with on_failure=continue."""
+    local_dir: str | None = None
+    """Folder on a local disk, or in memory such as /dev/shm, for local checkpoints: the newest
+    serves a restart on this machine, and a run that ends by itself or on request leaves none.
+    Needs local_interval, and all ranks on one machine. null: no local checkpoints.
+    """
+    local_interval: Annotated[PositiveInt | None, Key(when=LOCAL, unit="steps")] = None
+    """Steps between local checkpoints in local_dir. A step gets none if a checkpoint in the run
+    folder is due after it, or if one is still being written. null: none.
+    """
     accept_changes: bool = False
     """Continue although keys that change the numbers differ from those of the checkpoint."""
     hash: Literal["xxh3", "sha256"] = "xxh3"

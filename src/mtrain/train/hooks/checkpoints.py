@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import units
+from mtrain.ckpt import local as ckpt_local
 from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt.local import Local
 from mtrain.ckpt.saving.background import BackgroundSaves, Limits
 from mtrain.ckpt.saving.process import WriterProcess
 from mtrain.config.machine.hardware import free_memory_bytes
@@ -29,6 +31,10 @@ class Checkpoints(Hook):
 
     With `checkpoint.async_save` a save begins after a step and ends after a later one. At most one
     is under way: the next one waits for it.
+
+    Every `checkpoint.local_interval` steps without such a save, a local checkpoint is made, unless
+    a save is under way. Local ones serve a restart, so other hooks do not hear of them, and a run
+    that ends with its state saved leaves none.
     """
 
     collective = True
@@ -40,15 +46,25 @@ class Checkpoints(Hook):
         progress: Progress,
         data_facts: dict[str, Any],
         writer: WriterProcess | None = None,
+        local: Local | None = None,
+        *,
+        from_local: bool = False,
     ) -> None:
         """Save into `root`; in the background `writer` does it, or one that is started when it is
         needed.
+
+        `local`: the place of local checkpoints; `from_local`: the run continues from one of them,
+        so the step that it begins with is not saved in `root`.
         """
         self.root = root
         self.progress = progress
         self.data_facts = data_facts
+        self.local = local
+        self.from_local = from_local
+        self.announced = False
+        """A local checkpoint was reported; the others are not."""
         self.saved_step = 0
-        """The step of the last save, which may be under way."""
+        """The step of the last save into `root`, which may be under way."""
         self.path: Path | None = None
         """The last checkpoint of this process."""
         self.writer = writer
@@ -65,7 +81,7 @@ class Checkpoints(Hook):
 
     def start(self, context: TrainContext) -> None:
         """Note the step that the run resumes from, which needs no saving."""
-        self.saved_step = context.state.step
+        self.saved_step = -1 if self.from_local else context.state.step
         config = context.run.checkpoint
         if config.async_save:
             here = RankEnv.here()
@@ -111,6 +127,8 @@ class Checkpoints(Hook):
         timely = bool(context.by_time.now & SAVE) and result.step == context.state.step
         if timely or (interval and result.step % interval == 0):
             self._save(context)
+        elif self._is_local_due(context, result):
+            self._save_locally(context)
 
     def finish(self, context: TrainContext) -> None:
         """Save the last state."""
@@ -120,6 +138,8 @@ class Checkpoints(Hook):
         unsaved = self.saved_step != context.state.step or context.state.step == 0
         if (context.run.checkpoint.save_final or stopped) and unsaved:
             self._save(context, last=True)
+        if context.world.is_rank0:
+            ckpt_local.remove(self.root.parent)
 
     def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
         """Save the steps since the last checkpoint, if there are any."""
@@ -134,6 +154,36 @@ class Checkpoints(Hook):
             self.saves.close()
         elif self.writer is not None:
             self.writer.close()
+
+    def _is_local_due(self, context: TrainContext, result: StepResult) -> bool:
+        """Return whether a local checkpoint is made after a step: the same on every rank."""
+        config = context.run.checkpoint
+        if self.local is None or not config.local_interval or result.step % config.local_interval:
+            return False
+        # The newest state only: steps that are made ahead change it.
+        if result.step != context.state.step:
+            return False
+        if result.step == context.run.trainer.steps and config.save_final:
+            return False
+        return self.saves is None or self.saves.pending is None
+
+    def _save_locally(self, context: TrainContext) -> None:
+        assert self.local is not None
+        state = context.state
+        state.hooks = context.hooks.state_dict()
+        place = (self.local.root, context.run, context.world, state, self.data_facts)
+        if self.saves is not None:
+            ckpt_state.begin_save(self.saves, *place, owner=self.local.owner)
+            self.unsecured = True
+            return
+        try:
+            path = ckpt_state.save(*place, owner=self.local.owner)
+        except TrainingError as error:
+            if not error.shared:
+                raise
+            self._refused(context, str(error), last=False)
+            return
+        self._saved_locally(context, path)
 
     def _save(self, context: TrainContext, *, last: bool = False) -> None:
         state = context.state
@@ -190,21 +240,25 @@ class Checkpoints(Hook):
 
     def _committed(self, context: TrainContext, saves: BackgroundSaves) -> None:
         context.by_time.save_settled()
-        seconds = saves.seconds
+        how = f", written in {saves.seconds:.1f} s; the loop waited {self.blocked_s:.2f} s"
         path = ckpt_state.end_save(saves, context.state)
-        how = f", written in {seconds:.1f} s; the loop waited {self.blocked_s:.2f} s"
-        self._saved(context, path, how)
+        if self._is_local(path):
+            self._saved_locally(context, path, how)
+        else:
+            self._saved(context, path, how)
 
     def _failed(self, context: TrainContext, problem: str, *, last: bool = False) -> None:
         """Give up the save in the background, on every rank."""
         assert self.saves is not None
+        pending = self.saves.pending
+        root = self.root if pending is None else pending.root
         context.by_time.save_settled()
         self.unsecured = False
         self.saves.abort()
         # Before rank 0 removes the files: no writer works on them any more.
         ckpt_state.meeting_of(context.world, context.run).barrier()
         if context.world.is_rank0:
-            self.saves.sweep(self.root)
+            self.saves.sweep(root)
         self._refused(context, problem, last=last)
 
     def _refused(self, context: TrainContext, problem: str, *, last: bool) -> None:
@@ -230,9 +284,27 @@ class Checkpoints(Hook):
         self.failures = 0
         context.hooks.call("saved", context, path)
         # On thousands of ranks, one asks the file system for the sizes of all files.
-        if not context.world.is_rank0:
-            return
-        size = ""
-        with suppress(OSError):  # the checkpoint is committed, whatever becomes of this
-            size = f" ({units.bytes_(sum(f.stat().st_size for f in path.iterdir()))}{how})"
-        self.progress.note(f"step {context.state.step}: saved {path}{size}")
+        if context.world.is_rank0:
+            self.progress.note(f"step {context.state.step}: saved {path}{_size(path, how)}")
+
+    def _is_local(self, path: Path) -> bool:
+        return self.local is not None and path.parent == self.local.root
+
+    def _saved_locally(self, context: TrainContext, path: Path, how: str = "") -> None:
+        self.failures = 0
+        # The account of the run's time: the step is not lost to a restart.
+        context.meter.give_sign()
+        if context.world.is_rank0 and not self.announced:
+            self.progress.note(
+                f"step {context.state.step}: first local checkpoint {path}{_size(path, how)}; each"
+                " replaces the one before"
+            )
+        self.announced = True
+
+
+def _size(path: Path, how: str) -> str:
+    """Return the bytes of a checkpoint as words; empty if they cannot be read."""
+    size = ""
+    with suppress(OSError):  # it is committed, whatever becomes of this
+        size = f" ({units.bytes_(sum(f.stat().st_size for f in path.iterdir()))}{how})"
+    return size

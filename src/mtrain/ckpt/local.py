@@ -1,0 +1,245 @@
+"""Checkpoints of a run on a disk of its machine, or in its memory, of which the newest is kept.
+
+Needs no torch.
+
+They lie in `LOCAL_DIR/RUN-PATH-TOKEN/checkpoints/step_N` and have the format of all others. `RUN`
+is the name of the run folder, `PATH` the hash of its path, and `TOKEN` a word that `local.json` in
+the run folder has as well. The manifest repeats that name, so a checkpoint of another run is never
+taken for one of this run.
+
+A start that does not continue from a local checkpoint draws a new token: the run takes another
+course from there, and what the disk of another machine may still hold is not of that course.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from mtrain import durable, strict_json
+from mtrain.ckpt import folder
+from mtrain.ckpt.verification import verified
+from mtrain.config.compose.paths import CHECKPOINTS, LOCAL_FILE, MANIFEST, user_path
+from mtrain.errors import BadEnvironment, MtrainError
+
+FILE = LOCAL_FILE
+OWNER = "local_of"
+"""The fact of a manifest that names the run of a local checkpoint."""
+KEY = "checkpoint.local_dir"
+LEFTOVERS = ("step_*", ".saving-*", ".deleted-*", ".replaced-*", ".superseded-*")
+MOST_LETTERS = 180
+"""Letters of a run folder's name in the name of its local folder."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """The place of a run's local checkpoints."""
+
+    root: Path
+    owner: str
+    """The run's name in their manifests."""
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """The content of `local.json`."""
+
+    token: str = ""
+    """Empty: the run has no place now."""
+    folders: tuple[Path, ...] = ()
+    places: tuple[str, ...] = ()
+    """The values of `local_dir` so far, as real paths."""
+
+    def write(self, home: Path) -> None:
+        body = {
+            "home": os.path.realpath(home),
+            "token": self.token,
+            "folders": [str(path) for path in self.folders],
+            "places": list(self.places),
+        }
+        draft = home / f".{FILE}"
+        durable.write(draft, strict_json.dumps(body).encode())
+        draft.replace(home / FILE)
+
+
+def place_of(home: Path, local_dir: str | None) -> Local | None:
+    """Return the place that `begin` prepared for a run folder; None: there is none."""
+    noted = _noted(home)
+    if local_dir is None or not noted.token:
+        return None
+    found = _place(local_dir, home, noted.token)
+    return Local(found / CHECKPOINTS, found.name) if found in noted.folders else None
+
+
+def begin(home: Path, checkpoint: Path | None, local_dir: str | None) -> None:
+    """Prepare the place of a run's local checkpoints, for the process that owns its folder.
+
+    `checkpoint` is the one that the run continues from. Later local ones are deleted, and all of
+    them if it is no local one.
+
+    Raises:
+        BadEnvironment: `local_dir` cannot be written, or the place belongs to somebody else.
+    """
+    noted = _noted(home)
+    if checkpoint is not None and holds(home, checkpoint):
+        forget_after(home, folder.step_of(checkpoint))
+    else:
+        remove(home)
+        noted = _Noted(secrets.token_hex(8), (), noted.places)
+    if local_dir is None:
+        return
+    place = _place(local_dir, home, noted.token)
+    _make(place, local_dir)
+    folders = dict.fromkeys((place, *noted.folders))
+    places = dict.fromkeys((*noted.places, os.path.realpath(place.parent)))
+    _Noted(noted.token, tuple(folders), tuple(places)).write(home)
+
+
+def holds(home: Path, checkpoint: Path) -> bool:
+    """Return whether a checkpoint is a local one of the run in a folder."""
+    return checkpoint.parent in [path / CHECKPOINTS for path in _noted(home).folders]
+
+
+def newest(home: Path, than: int, notes: list[str]) -> Path | None:
+    """Return the newest local checkpoint of a run that is whole and later than step `than`; None if
+    there is none. One that is passed over gets a line in `notes`.
+    """
+    noted = _noted(home)
+    found: list[Path] = []
+    for place in noted.folders:
+        if not _is_ours(place):
+            why = "belongs to somebody else" if os.path.lexists(place) else "is not on this machine"
+            notes.append(f"{place} {why}: its local checkpoints are passed over")
+            continue
+        found += folder.folders(place / CHECKPOINTS)
+    for path in sorted(found, key=folder.step_of, reverse=True):
+        if folder.step_of(path) <= than:
+            break
+        why = _fault(path, path.parent.parent.name)
+        if not why:
+            return path
+        notes.append(f"{path}: local checkpoint passed over: {why}")
+    return None
+
+
+def exist(home: Path) -> bool:
+    """Return whether a run has a local checkpoint on this machine, whole or not."""
+    return any(folder.committed(root) for root in _roots(home))
+
+
+def forget_after(home: Path, step: int) -> None:
+    """Delete local checkpoints later than `step`, and what interrupted saves left."""
+    for root in _roots(home):
+        with suppress(OSError):
+            folder.sweep(root)
+        for path in folder.folders(root):
+            if folder.step_of(path) > step:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(home: Path) -> None:
+    """Delete all local checkpoints of a run on this machine, with their folders."""
+    for root in _roots(home):
+        for path in [one for pattern in LEFTOVERS for one in root.glob(pattern)]:
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (root, root.parent):
+            with suppress(OSError):  # something else is in there
+                path.rmdir()
+    noted = _noted(home)
+    if noted.token:
+        with suppress(OSError):
+            _Noted(places=noted.places).write(home)
+
+
+def _roots(home: Path) -> Iterator[Path]:
+    for place in _noted(home).folders:
+        if _is_ours(place):
+            yield place / CHECKPOINTS
+
+
+def _noted(home: Path) -> _Noted:
+    """Return what a run folder notes; a folder that is not named after this run is left out."""
+    try:
+        body = json.loads((home / FILE).read_text())
+        token = body["token"]
+        named = [Path(text) for text in body["folders"]]
+        places = tuple(map(str, body["places"]))
+        # It may have come with the run folder of somebody else: never delete in any folder.
+        if body["home"] != os.path.realpath(home) or not isinstance(token, str):
+            return _Noted()
+    except (OSError, ValueError, KeyError, TypeError):
+        return _Noted()
+    name = _name(home, token)
+    folders = tuple(path for path in named if path.name == name and path.is_absolute())
+    return _Noted(token, folders, places)
+
+
+def _place(local_dir: str, home: Path, token: str) -> Path:
+    return user_path(local_dir).absolute() / _name(home, token)
+
+
+def _name(home: Path, token: str) -> str:
+    path = os.path.realpath(home)
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+    return f"{os.path.basename(path)[:MOST_LETTERS]}-{digest}-{token}"
+
+
+def _is_ours(place: Path) -> bool:
+    """Return whether a place is a folder of this user; /dev/shm is open to all."""
+    try:
+        status = place.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _make(place: Path, local_dir: str) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        why = "" if _is_ours(place) else f"{place} belongs to somebody else"
+        if not why and not os.access(place, os.W_OK | os.X_OK):
+            why = f"{place} takes no new files"
+        if not why:
+            (place / CHECKPOINTS).mkdir(exist_ok=True)
+    except OSError as error:
+        why = f"{error.filename or place}: {error.strerror or error}"
+    if why:
+        raise BadEnvironment(
+            f"{KEY}={local_dir}: cannot hold local checkpoints because {why}",
+            f"  fix: {KEY}=FOLDER that can be written",
+        )
+
+
+def _fault(path: Path, owner: str) -> str:
+    """Return why a local checkpoint cannot be used; empty: it is whole, and the run's own."""
+    try:
+        written = (path / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return f"it has no {MANIFEST}, so it was not committed"
+    return _examined(path, owner, written)
+
+
+@cache
+def _examined(path: Path, owner: str, written: int) -> str:
+    """Return the fault of a checkpoint whose manifest was `written` then: it is read once."""
+    try:
+        manifest = folder.read_manifest(path, verify=False)
+        found = manifest["state"].get(OWNER)
+        if found != owner:
+            return f"it belongs to {found or 'another run'}"
+        if manifest["step"] != folder.step_of(path):
+            return f"it is of step {manifest['step']}"
+        return "; ".join(verified(path, manifest).damage[:1])
+    except MtrainError as error:
+        return str(error).splitlines()[0]
