@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 from mtrain.config.compose.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
 from mtrain.config.disk.files import download_of, unreadable, unwritable
@@ -262,15 +263,14 @@ def local_folder(run: RunConfig) -> Iterator[Finding]:
         return
     found = list(_folder("MT457", LOCAL, local, "/dev/shm"))
     yield from found
+    fixes: list[Mapping[str, Any]] = [{LOCAL: "/dev/shm"}, NO_LOCAL]
     place = os.path.realpath(user_path(local))
     runs = os.path.realpath(user_path(run.log.runs_dir))
     if os.path.commonpath((place, runs)) == runs:
         detail = f"it is in the folder of runs, {runs}, where each folder is a run"
-        fixes = [{LOCAL: "/dev/shm"}, NO_LOCAL]
         yield Finding("MT457", LOCAL, detail, fixes, also=(RUNS,))
     elif not found and (disk := _disk_of(place)) is not None and disk == _disk_of(runs):
         detail = f"cannot be faster than {RUNS}={run.log.runs_dir} because both are on one disk"
-        fixes = [{LOCAL: "/dev/shm"}, NO_LOCAL]
         yield Finding("MT457", LOCAL, detail, fixes, "warning", also=(RUNS,))
 
 
