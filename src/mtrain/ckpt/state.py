@@ -125,10 +125,12 @@ def begin_save(
 
 def end_save(saves: BackgroundSaves, state: TrainState) -> Path:
     """Take note of the commit of the save that was under way, on every rank; return its path."""
+    # The writer of this rank reports after its files are found: the commit may be known before.
+    saves.finish()
     written = saves.written
     job = saves.done()
     frozen = state.frozen.get(job.manifest["state"].get(local.OWNER, ""))
-    if frozen is not None:
+    if frozen is not None and written:
         # The last file: the one that was written, or the one that was linked.
         frozen.index = written[-1]
         frozen.path = job.path / written[-1]["file"]["name"]
