@@ -74,7 +74,7 @@ def _run(tests: list[str]) -> list[Result] | None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.xml"
         words = [sys.executable, "-m", "pytest", "-n", "0", "-m", "", "-q", f"--junitxml={file}"]
-        # the table alone goes to the output
+        # standard output has the matrix only
         done = subprocess.run([*words, *tests], cwd=ROOT, stdout=sys.stderr, check=False)
         if done.returncode not in RAN:
             print(f"pytest ended with exit code {done.returncode} and did not run the tests")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class Row:
 
 def rows() -> list[Row]:
     """Return the rows of the matrix."""
-    content = own_yaml(FILE)["rows"]
-    return [Row(**{**one, "tests": tuple(one.get("tests", ()))}) for one in content]
+    found = [Row(**one) for one in own_yaml(FILE)["rows"]]
+    return [replace(row, tests=tuple(row.tests)) for row in found]
 
 
 def gpu_only() -> list[str]:

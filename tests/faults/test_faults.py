@@ -25,7 +25,7 @@ def test_faults_named_tests_exist() -> None:
 
 
 def test_faults_renamed_test_is_noticed() -> None:
-    here = "tests/faults/test_rows.py::"
+    here = "tests/faults/test_faults.py::"
     known = [f"{here}test_faults_named_tests_exist", f"{here}test_faults_named_tests_exist[a]"]
     wrong = [f"{here}test_faults_renamed", "tests/unit/no_file.py::test_a", "tests/faults"]
     assert gone([*known, *wrong]) == wrong
