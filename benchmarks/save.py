@@ -40,14 +40,14 @@ MODEL = [
     "model.num_query_groups=8",
     "parallel=single",
     "data=mock",
-    "data.seq_length=512",
+    "data.seq_length=128",
     "trainer.global_batch_size=1",
     "trainer.eval_iters=0",
     "log.progress=none",
     "checkpoint.save_final=false",
     "checkpoint.keep=1",
 ]
-STEPS_BETWEEN = 8
+STEPS_BETWEEN = 4
 MODES = {"never": None, "waits": "false", "background": "true"}
 
 
