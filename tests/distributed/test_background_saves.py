@@ -193,6 +193,18 @@ def test_background_save_failure_may_be_survived(tmp_path: Path) -> None:
     assert files_of(tmp_path) == {}
 
 
+def test_background_save_of_last_step_is_tried_again_at_the_end(tmp_path: Path) -> None:
+    run = of({"ranks": 2}, async_save=True, on_failure="continue", save_interval=STEPS)
+
+    def broken() -> None:
+        faulty_writer.use("kill", 9, 1, once=tmp_path / "fired")
+
+    for _, _, error in run_ranks(2, fit, run, tmp_path / "checkpoints", broken):
+        assert error == ""
+    assert (tmp_path / "fired").exists()
+    assert [*files_of(tmp_path / "checkpoints")] == ["step_00000006"]
+
+
 def test_background_save_retry_writes_the_same(tmp_path: Path) -> None:
     run = of({"ranks": 1}, async_save=True, retries=1, save_interval=STEPS)
 

@@ -29,16 +29,19 @@ def use(
     errno: int = 0,
     victim: str = "writer",
     counted: Path | None = None,
+    once: Path | None = None,
 ) -> None:
     """Make the writer of `rank` fail at its `at`-th call, for writers that this process starts.
 
     `fault` is `kill`, `stop`, `sleep`, `none`, or `error`, which fails with `errno`. `victim` is
     the process that a signal goes to: `writer`, `rank`, or `launcher`, the parent of the rank. The
-    file `counted` gets the number of calls at the end.
+    file `counted` gets the number of calls at the end. With `once`, a file that the fault makes,
+    later writers have none.
     """
     process.MODULE = __name__
     body = {"fault": fault, "at": at, "rank": rank, "errno": errno, "victim": victim}
-    os.environ[VARIABLE] = json.dumps({**body, "counted": str(counted or "")})
+    files = {"counted": str(counted or ""), "once": str(once or "")}
+    os.environ[VARIABLE] = json.dumps(body | files)
 
 
 def running(folder: Path) -> list[int]:
@@ -69,6 +72,11 @@ class Points:
         if self.count != self.body["at"]:
             return
         fault = self.body["fault"]
+        once = self.body["once"]
+        if once and Path(once).exists():
+            return
+        if once:
+            Path(once).touch()
         if fault == "error":
             raise OSError(self.body["errno"], os.strerror(self.body["errno"]))
         if fault == "sleep":

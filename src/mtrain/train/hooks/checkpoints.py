@@ -267,6 +267,8 @@ class Checkpoints(Hook):
         self.failures += 1
         if config.on_failure == "continue" and not last:
             if self.failures < config.max_failures:
+                # The end of the run saves this state again, if no later save did.
+                self.saved_step = -1
                 if context.world.is_rank0:
                     warn(f"{problem}; the run goes on (checkpoint.on_failure=continue)")
                 return
