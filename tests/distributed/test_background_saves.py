@@ -115,7 +115,7 @@ def files_of(root: Path) -> dict[str, list[str]]:
     return {path.name: sorted(os.listdir(path)) for path in sorted(root.iterdir())}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_background_save_equals_save_that_waits(name: str, tmp_path: Path) -> None:
     kinds: dict[str, tuple[bool, Any, Any]] = {
@@ -218,6 +218,7 @@ def test_background_save_retry_writes_the_same(tmp_path: Path) -> None:
     assert filecmp.cmp(tmp_path / "retried" / name, tmp_path / "plain" / name, shallow=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["dp2", "expert parallel", "distributed optimizer"])
 def test_background_save_ranks_share_replicas_evenly(name: str, tmp_path: Path) -> None:
     from mtrain.ckpt.folder import parse_manifest

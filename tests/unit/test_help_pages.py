@@ -116,7 +116,7 @@ def test_help_examples_are_read_as_written(name: str, line: str) -> None:
     elif verb == "convert":
         assert words[0] in ("import", "export", "inspect", "verify")
     elif verb == "checkpoint":
-        assert words[0].startswith("runs/NAME")
+        assert words[0].startswith(("runs/NAME", "s3://"))
         compose([word for word in settings if not word.startswith("keep=")])
     elif verb == "explain":
         assert field_of(words[0]) is not None or words[0].startswith("MT")

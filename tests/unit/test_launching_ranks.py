@@ -138,7 +138,9 @@ def test_launching_ranks_work_next_to_threads_is_executed() -> None:
         assert start.has_threads()
         assert not start.may_fork(run)
         work = child_process.ChildProcess("prepare", run, checkpoint=None)
-        command = psutil.Process(work.pid).cmdline()
+        command: list[str] = []
+        while not command:  # the process may be between its start and its program
+            command = psutil.Process(work.pid).cmdline()
         assert work.result() is None
     finally:
         over.set()
