@@ -149,7 +149,7 @@ def trained(options: argparse.Namespace) -> dict[str, Any]:
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            self.blocked_s: list[float] = []
+            self.blocks: list[float] = []
             self.begun_at = 0.0
 
         def _save(self, context: Any, *, last: bool = False) -> None:
@@ -157,14 +157,14 @@ def trained(options: argparse.Namespace) -> dict[str, Any]:
                 self._settle(context)
             begin = time.perf_counter()
             super()._save(context, last=last)
-            self.blocked_s.append(time.perf_counter() - begin)
+            self.blocks.append(time.perf_counter() - begin)
 
         def before_update(self, context: Any) -> None:
             begin = time.perf_counter()
             unsecured = self.unsecured
             super().before_update(context)
             if unsecured:
-                self.blocked_s[-1] += time.perf_counter() - begin
+                self.blocks[-1] += time.perf_counter() - begin
 
         def _committed(self, context: Any, saves: Any) -> None:
             written.append(saves.seconds)
@@ -185,7 +185,7 @@ def trained(options: argparse.Namespace) -> dict[str, Any]:
         hashed = [hash_bytes(t.reshape(-1).numpy()) for t in tensors]
         copy_s, size = copied(context)
     return {
-        "blocked_s": hook.blocked_s,
+        "blocked_s": hook.blocks,
         "written_s": written,
         "steps_during_s": seconds[True],
         "steps_between_s": seconds[False],
