@@ -141,7 +141,8 @@ def _placed(job: Mapping[str, Any], configuration: str) -> list[Any]:
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    count, devices = job["machines"], job["devices"]
+    count = job["machines"]
+    devices = job["devices"]
     bundle = {"CPU": 1.0, **({"GPU": float(devices)} if devices else {})}
     group = placement_group([bundle] * count, strategy="STRICT_SPREAD")
     while not group.wait(timeout_seconds=PATIENCE_S):

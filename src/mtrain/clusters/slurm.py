@@ -96,7 +96,8 @@ def _words(job: Job) -> Iterator[str]:
     if job.launch.relayout:
         yield '  words+=("cluster.nodes=$SLURM_JOB_NUM_NODES" parallel=auto)'
     else:
-        machines, tasks = job.machines, job.machines * _tasks(job)
+        machines = job.machines
+        tasks = machines * _tasks(job)
         text = f"The run needs {number_of(machines, 'machine')}, and the job has another number:"
         restore = f"NumNodes={machines}-{machines} NumTasks={tasks}"
         yield f'  echo "{text} $SLURM_JOB_NUM_NODES. Submit it with launch.relayout=true, or" >&2'
