@@ -130,7 +130,8 @@ def _read(path: Path, begun: Any, over: Any) -> None:
 def reader(home: Path) -> Iterator[Any]:
     """Yield an event that ends a process which reads the oldest checkpoint."""
     context = multiprocessing.get_context("fork")
-    begun, over = context.Event(), context.Event()
+    begun = context.Event()
+    over = context.Event()
     path = home / "checkpoints" / folder.folder_name(100)
     process = context.Process(target=_read, args=(path, begun, over), daemon=True)
     process.start()

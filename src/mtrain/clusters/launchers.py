@@ -57,7 +57,8 @@ def _kubernetes(launch: LaunchConfig) -> list[Command]:
     if launch.resource != "trainjob":
         return [Command((*apply, dry, "-f", INPUT)), Command((*apply, "-f", INPUT))]
     # The server refuses a TrainJob, also in a dry run, until its runtime exists.
-    first, last = partial(documents, but=TRAINJOB), partial(documents, only=TRAINJOB)
+    first = partial(documents, but=TRAINJOB)
+    last = partial(documents, only=TRAINJOB)
     return [
         Command((*apply, dry, "-f", INPUT), first),
         Command((*apply, "-f", INPUT), first),
