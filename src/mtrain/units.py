@@ -42,8 +42,11 @@ def _three_digits(n: float) -> str:
 
 
 def number_of(number: int, noun: str) -> str:
-    """Return a number of things: '1 layer', '2 layers'."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    """Return a number of things: '1 layer', '2 layers', '2 batches'."""
+    if number == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{number} {noun}{ending}"
 
 
 def bytes_(n: float) -> str:

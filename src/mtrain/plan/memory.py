@@ -227,7 +227,7 @@ def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) ->
     if need <= machine.memory_bytes:
         return []
     rule = (
-        f"weights, gradients and optimizer state in {ranks} process{'es' * (ranks > 1)} need"
+        f"weights, gradients and optimizer state in {number_of(ranks, 'process')} need"
         f" {bytes_(need)}, and this machine has {bytes_(machine.memory_bytes)}"
     )
     related = ("cluster.device", "cluster.nodes", "parallel.ranks")

@@ -24,7 +24,7 @@ from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
 from mtrain.plan.count import TOKEN_BYTES
 from mtrain.plan.states import States, rank_states, stage_weights
-from mtrain.units import MIB
+from mtrain.units import MIB, number_of
 
 # A process on a GPU takes 612 MiB for the context of CUDA and 146 for kernels and their
 # workspaces, measured on an H200 with torch 2.11.
@@ -241,7 +241,7 @@ class StageMemory:
         if forward:
             what = "at the loss" if loss else "in the forward of a layer"
         chunks = " of a chunk" if self.run.parallel.vpp > 1 else ""
-        return f"{what}, with {micro} micro-batch{'es' * (micro > 1)}{chunks} in flight"
+        return f"{what}, with {number_of(micro, 'micro-batch')}{chunks} in flight"
 
     def _losses(self) -> list[int]:
         """Return the bytes kept by the losses of each micro-batch in flight that has them."""
