@@ -110,6 +110,7 @@ def _run(script: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_host_cost_driver_counts_launches(tmp_path: Path) -> None:
     """Count launches of `JITFunction.run` and those of a compiled kernel that a caller has kept."""
     found = _run(COUNTED, tmp_path)
