@@ -15,7 +15,7 @@ from mtrain.config.resolve.resolution import LOCAL
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page, visible
 from mtrain.processes import without_collecting
-from mtrain.units import MIB, count
+from mtrain.units import MIB, count, number_of
 
 # `check` answers in under a second, so it compares data only with manifests and `.idx` files up
 # to these sizes.
@@ -142,9 +142,18 @@ def summary(loaded: Loaded) -> str:
         ("layout", ", ".join([*shown, *flags])),
         (
             "ranks",
-            f"{p.ranks} on {run.cluster.name} ({run.cluster.device}, {run.cluster.nodes} node(s))",
+            (
+                f"{p.ranks} on {run.cluster.name} ({run.cluster.device},"
+                f" {number_of(run.cluster.nodes, 'machine')})"
+            ),
         ),
-        ("batch", f"{t.batch} samples = {micro} micro-batch(es) of {t.micro} on {dp} rank(s)"),
+        (
+            "batch",
+            (
+                f"{number_of(t.batch, 'sample')} = {number_of(micro, 'micro-batch')}"
+                f" of {t.micro} on {number_of(dp, 'rank')}"
+            ),
+        ),
         *(ramp if len(stages(run)) > 1 else ()),
         (
             "tokens",

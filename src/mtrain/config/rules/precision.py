@@ -14,6 +14,7 @@ from mtrain.config.rules.unused import key_effect_rule
 from mtrain.config.schema.precision import LOW_PRECISION, PrecisionConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.hybrid.config import MAMBA
+from mtrain.units import number_of
 
 GENERATIONS: dict[str, tuple[int, int]] = {
     "delayed": (89, 999),
@@ -367,14 +368,17 @@ def tensor_core_widths(run: RunConfig) -> Iterator[Finding]:
             direct = key in one_number or key.startswith("model.moe.")
             fixes = [*each(key, near if direct else []), plain]
             detail = (
-                f"{words}, {width} wide over {ranks} rank(s); {recipe} takes multiples of {step}"
+                f"{words}, {width} wide over {number_of(ranks, 'rank')};"
+                f" {recipe} takes multiples of {step}"
             )
             yield Finding("MT444", key, detail, fixes, hint=PLAIN, also=("parallel.tp",))
     # Activations are sharded over cp, and between layers over tp.
     cut = p.cp * (p.tp if p.sequence_parallel else 1)
     tokens = run.data.length * run.trainer.micro
     if tokens % (cut * step):
-        detail = f"{tokens} tokens over {cut} rank(s); {recipe} takes multiples of {step}"
+        detail = (
+            f"{tokens} tokens over {number_of(cut, 'rank')}; {recipe} takes multiples of {step}"
+        )
         more = each("data.seq_length", multiples(run.data.length, cut * step))
         also = ("parallel.tp", "parallel.cp", "trainer.micro_batch_size")
         yield Finding("MT445", "data.seq_length", detail, [*more, plain], hint=PLAIN, also=also)
