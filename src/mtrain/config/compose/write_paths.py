@@ -57,13 +57,13 @@ def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> li
             or value in (field.default, *RESUME_WORDS)
         ):
             continue
-        place = _real(value)
+        place = real_path(value)
         # A recipe is data from somebody else: it must not write into a home folder or a system
         # folder.
-        if _beneath(place, _real(".")) or (key == CACHE and _is_ours(place)):
+        if _beneath(place, real_path(".")) or (key == CACHE and _is_ours(place)):
             continue
         # A run file in its own run folder may name that place, wherever it is.
-        if key == RUNS and base is not None and _beneath(_real(str(base)), place):
+        if key == RUNS and base is not None and _beneath(real_path(str(base)), place):
             continue
         if key == LOCAL and base is not None and place in _places_of(user_path(str(base)).parent):
             continue
@@ -111,7 +111,8 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _real(text: str) -> str:
+def real_path(text: str) -> str:
+    """Return the absolute path of what a user wrote, without links; "" if it can be none."""
     try:
         return os.path.realpath(user_path(text))
     except (OSError, ValueError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.compose.paths import MANIFEST, RESUME_WORDS, RUN_FILE, names_near, user_path
+from mtrain.config.compose.write_paths import real_path
 from mtrain.config.disk.files import download_of, unreadable, unwritable
 from mtrain.config.messages.suggestions import near_choice
 from mtrain.config.rules.finding import Change, Finding, each, multiples
@@ -264,8 +265,10 @@ def local_folder(run: RunConfig) -> Iterator[Finding]:
     found = list(_folder("MT457", LOCAL, local, "/dev/shm"))
     yield from found
     fixes: list[Mapping[str, Any]] = [{LOCAL: "/dev/shm"}, NO_LOCAL]
-    place = os.path.realpath(user_path(local))
-    runs = os.path.realpath(user_path(run.log.runs_dir))
+    place = real_path(local)
+    runs = real_path(run.log.runs_dir)
+    if not place or not runs:
+        return  # no path: reported above, or by the rule of its key
     if os.path.commonpath((place, runs)) == runs:
         detail = f"it is in the folder of runs, {runs}, where each folder is a run"
         yield Finding("MT457", LOCAL, detail, fixes, also=(RUNS,))
