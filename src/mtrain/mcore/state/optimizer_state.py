@@ -78,7 +78,9 @@ class StateShard:
         state = self.inner.state[self.updated]
         group = self.inner.param_groups[0]
         for name in self.inner.state_names:  # type: ignore[attr-defined]
-            state.setdefault(name, torch.zeros_like(self.updated))
+            # Not `setdefault`: it would fill as much memory again, at every save.
+            if name not in state:
+                state[name] = torch.zeros_like(self.updated)
         if isinstance(self.inner, torch.optim.Adam):
             # torch's fused Adam reads its counter on the device, the others on the host.
             device = self.updated.device if group.get("fused") else None
