@@ -124,10 +124,10 @@ class InTurn:
         self.begin()
         return ""
 
-    def total(self, amount: int) -> int:
+    def total(self, amount: int) -> tuple[int, str]:
         self.turns.amounts[self.rank] = amount
-        self.barrier()
-        return sum(self.turns.amounts)
+        remark = self.barrier()
+        return sum(self.turns.amounts), remark
 
     def tell(self, text: str) -> str:
         self.turns.told = text if self.rank == 0 else self.turns.told

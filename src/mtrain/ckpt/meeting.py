@@ -68,20 +68,21 @@ class Meeting:
                 self.store.delete_key(f"barrier/{number - 1}/{name}")
         return answer.decode().strip()
 
-    def total(self, amount: int) -> int:
-        """Return the sum of the amounts of all ranks, on every rank.
+    def total(self, amount: int, remark: str = "") -> tuple[int, str]:
+        """Return the sum of the amounts of all ranks, and the first `remark` that one of them made,
+        on every rank.
 
         Raises:
             TrainingError: some ranks did not come in time.
         """
         number = self._next("sum")
         self.store.add(f"sum/{number}", amount)
-        self.barrier()
+        remark = self.barrier(remark)
         found = self.store.add(f"sum/{number}", 0)
         # All ranks came here, so all have read the sum before.
         if self.rank == 0:
             self.store.delete_key(f"sum/{number - 1}")
-        return found
+        return found, remark
 
     def tell(self, text: str) -> str:
         """Return the text of rank 0, on every rank.

@@ -13,10 +13,11 @@ import errno
 import fcntl
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from math import prod
-from mmap import mmap
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,28 @@ class Writer:
     need not be known before.
     """
 
-    def __init__(self, path: Path, names: Iterable[str], metadata_bytes: int = 256) -> None:
-        """Reserve room for metadata of at most `metadata_bytes`, as JSON."""
+    def __init__(
+        self,
+        path: Path,
+        names: Iterable[str],
+        metadata_bytes: int = 256,
+        source: Ring | None = None,
+    ) -> None:
+        """Reserve room for metadata of at most `metadata_bytes`, as JSON. With `source`, what is
+        added are the next bytes of that ring.
+        """
         self.path = path
         self._names = deque(names)
         self._entries: dict[str, Any] = {}
-        entries = sum(len(strict_json.dumps(name)) + MAX_ENTRY_BYTES for name in self._names)
-        # shapes and offsets are at most as long as MAX_ENTRY_BYTES, so that the room suffices
-        self._data_at = (
-            LENGTH_BYTES + -(-(metadata_bytes + entries + MAX_ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
-        )
+        self._data_at = data_offset(self._names, metadata_bytes)
         self._at = 0
         self._missing = 0
         """Bytes of the tensor that was begun last which were not added."""
-        self._file = NewFile(path, self._data_at)
+        self._file = (
+            NewFile(path, self._data_at)
+            if source is None
+            else RingFile(path, self._data_at, source)
+        )
 
     def write(self, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:
         """Write the bytes of the next tensor.
@@ -114,8 +123,17 @@ class Writer:
         self._file.close()
 
 
+def data_offset(names: Iterable[str], metadata_bytes: int) -> int:
+    """Return the offset of the first tensor's bytes in a file with tensors of these names."""
+    # shapes and offsets are at most as long as MAX_ENTRY_BYTES, so that the room suffices
+    entries = sum(len(strict_json.dumps(name)) + MAX_ENTRY_BYTES for name in names)
+    return LENGTH_BYTES + -(-(metadata_bytes + entries + MAX_ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
+
+
 BLOCK_BYTES = 8 << 20
 """Written at once; a multiple of what any disk or page size asks for."""
+PAGE = PAGESIZE
+"""A multiple of what direct I/O asks for of places in memory and in a file."""
 BLOCKS = 2
 """One is filled while the other is written."""
 _PAST_CACHE: int = getattr(os, "O_DIRECT", 0)
@@ -205,3 +223,82 @@ class NewFile:
         except OSError:  # a file system that knows no other way than through the cache
             return False
         return other != flags
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Memory that the bytes of a file lie in until they are written, one behind the other, and from
+    the front again behind the last.
+    """
+
+    memory: memoryview
+    """It begins at a page, and is a whole number of pages."""
+    start: int
+    """Position of the first of the bytes. Its place in a page is that of its offset in the file."""
+    freed: Callable[[int], None]
+    """Called with a position before which everything is written, from another thread too."""
+
+
+class RingFile(NewFile):
+    """A new file that is written straight from a ring."""
+
+    def __init__(self, path: Path, head_bytes: int, source: Ring) -> None:
+        super().__init__(path, head_bytes)
+        self._ring = source
+        self._shift = source.start - head_bytes
+        """The difference of a position and its offset in the file: whole pages."""
+        self._block = max(PAGE, min(BLOCK_BYTES, len(source.memory) // 4 // PAGE * PAGE))
+        self._at = head_bytes
+        self._end = head_bytes
+        """The offset behind the last byte that was added."""
+        self._front = b""
+        """The bytes of the page that the head ends in."""
+
+    def write(self, data: memoryview) -> None:
+        """Add the next bytes of the ring.
+
+        Raises:
+            OSError: some that were written before could not be put on disk.
+        """
+        self._end += len(data)
+        while self._end - self._at >= self._block:
+            self._write_block(self._block)
+
+    def finish(self, head: bytes) -> None:
+        """Write the rest and the first bytes, and wait until the file is on disk.
+
+        Raises:
+            OSError: some of it could not be put on disk.
+        """
+        while (left := self._end - self._at) and (left >= PAGE or self._at % PAGE):
+            self._write_block(left // PAGE * PAGE)
+        self._writing.result()
+        self._past_cache(False)
+        self._put(self._bytes(self._end - self._at), self._at)
+        self._put(memoryview(head + self._front), 0)
+        os.fsync(self._number)
+        self._ring.freed(self._end + self._shift)
+
+    def _write_block(self, most: int) -> None:
+        """Let the other thread write the next bytes: up to the end of the ring, or of the page that
+        the head ends in.
+        """
+        first = min(-self._at % PAGE, self._end - self._at)
+        if first:
+            self._front = bytes(self._bytes(first))
+            self._at += first
+            return
+        data = self._bytes(most)
+        # one write at a time: an error of the one before is raised here
+        self._writing.result()
+        self._writing = self._thread.submit(self._put_and_free, data, self._at)
+        self._at += len(data)
+
+    def _put_and_free(self, data: memoryview, at: int) -> None:
+        self._put(data, at)
+        self._ring.freed(at + len(data) + self._shift)
+
+    def _bytes(self, count: int) -> memoryview:
+        """Return at most `count` bytes from where the next write begins."""
+        begin = (self._at + self._shift) % len(self._ring.memory)
+        return self._ring.memory[begin : begin + count]

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from mtrain import strict_json
 from mtrain.ckpt import hashes
-from mtrain.ckpt.new_file import Writer
+from mtrain.ckpt.new_file import Ring, Writer, data_offset
 from mtrain.world.heartbeat import tick
 
 
@@ -63,7 +63,10 @@ class ShardFile:
 
 
 def write(
-    path: Path, file: ShardFile, bytes_of: Callable[[Entry], Iterable[memoryview]]
+    path: Path,
+    file: ShardFile,
+    bytes_of: Callable[[Entry], Iterable[memoryview]],
+    source: Ring | None = None,
 ) -> dict[str, Any]:
     """Write a file and wait until it is on disk; return its index, as a manifest is merged from.
 
@@ -72,13 +75,14 @@ def write(
         file: its description.
         bytes_of: yields the bytes of an entry in parts of any size. Called once per entry, in
             order.
+        source: memory that these bytes stay in until they are written; see `new_file.RingFile`.
 
     Raises:
         OSError: the disk refuses some of it.
     """
     with suppress(FileNotFoundError):
         path.unlink()
-    with Writer(path, [entry.name for entry in file.entries], _room(file)) as writer:
+    with Writer(path, _names(file), _room(file), source) as writer:
         hashed: dict[str, str] = {}
         for entry in file.entries:
             writer.begin(entry.name, entry.dtype, entry.shape)
@@ -90,6 +94,15 @@ def write(
             hashed[entry.name] = blocks.hexdigest()
         writer.close(hashes.metadata_of(hashed, algorithm=file.algorithm))
     return {"pieces": list(file.pieces), "file": {"name": path.name, **hashes.wrote(path)}}
+
+
+def data_at(file: ShardFile) -> int:
+    """Return the offset in the file of the first tensor's bytes."""
+    return data_offset(_names(file), _room(file))
+
+
+def _names(file: ShardFile) -> list[str]:
+    return [entry.name for entry in file.entries]
 
 
 def _room(file: ShardFile) -> int:

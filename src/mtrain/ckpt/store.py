@@ -92,7 +92,7 @@ def save(
     if frozen is not None and frozen.known() is None:
         name = folder.frozen_name(ranks.rank)
         files.append(Contents.of(name, frozen.shards, algorithm=algorithm).file)
-    total = ranks.total(space.to_write(files))
+    total, _ = ranks.total(space.to_write(files))
 
     def write() -> None:
         written = [_written(draft / own.file.name, own)]

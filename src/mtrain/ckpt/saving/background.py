@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from mtrain.ckpt import folder, space
+from mtrain.ckpt import folder, shard_file, space
 from mtrain.ckpt.contents import Contents, flat_bytes
 from mtrain.ckpt.meeting import Meeting
 from mtrain.ckpt.retention import Policy
@@ -37,7 +37,13 @@ PAUSE_S = 0.001
 STORE_S = 0.05
 """The pause between two looks for failures of other ranks."""
 SENT_BYTES = 64 * MIB
-"""Bytes of a device that are copied before the writer hears of them."""
+"""Bytes that are copied at once, before the writer hears of them. For each copy this thread gets
+the interpreter's lock again, which the forward holds most of the time.
+"""
+MAX_SENT = 128
+"""Messages of a save whose bytes fit in memory. The socket holds twice as many, so that a rank
+does not wait for a writer that is busy.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,20 @@ class Job:
     """`path` and `index` of a file of an earlier checkpoint that this one links to."""
 
     @property
-    def nbytes(self) -> int:
-        """Return the bytes that this rank copies."""
-        return sum(contents.nbytes for contents in self.contents)
+    def room(self) -> int:
+        """Return the bytes of memory that are enough for the copies of this rank."""
+        # Each file begins at the place in a page that it has on the disk.
+        return sum(contents.nbytes + 2 * staging.PAGE for contents in self.contents)
+
+    def starts(self) -> list[int]:
+        """Return the position in memory of the first byte of each file."""
+        found = []
+        end = 0
+        for contents in self.contents:
+            offset = shard_file.data_at(contents.file) % staging.PAGE
+            found.append(staging.next_page(end) + offset)
+            end = found[-1] + contents.nbytes
+        return found
 
     @property
     def path(self) -> Path:
@@ -113,6 +130,10 @@ class BackgroundSaves:
         self._number = 0
         self._total = 0
         """Bytes that all ranks write for the save under way."""
+        self.in_waves = False
+        """True if the memory of a rank holds a part of the save at a time, so that `secured` waits
+        for its disk; the same on every rank.
+        """
         self._pending: _Pending | None = None
         self._token = ""
         """A word of this run's process, the same on every rank, in the names of its drafts."""
@@ -152,15 +173,24 @@ class BackgroundSaves:
         self.problem = ""
         self._number += 1
         self._token = self._token or self._agreed_token()
-        self._total = self._ranks.total(space.to_write(one.file for one in job.contents))
+        refused = ""
         try:
             # By this thread: a process that another one started would end with that.
             writer = self._started()
+            capacity = self._capacity(writer, job.room)
         except OSError as error:
+            capacity = 0
+            refused = f"the checkpoint {job.path}: no process can be started to write it: {error}"
+        self._total, waves = self._ranks.total(
+            space.to_write(one.file for one in job.contents),
+            "in waves" if capacity < job.room else "",
+        )
+        self.in_waves = bool(waves)
+        if refused:
             self._pending = _Pending(self._number, job, None)
-            self.fail(f"the checkpoint {job.path}: no process can be started to write it: {error}")
+            self.fail(refused)
             return
-        stage = _Stage(self, job, writer)
+        stage = _Stage(self, job, writer, capacity)
         thread = threading.Thread(target=stage.run, name="staging", daemon=True)
         self._pending = stage.pending = _Pending(self._number, job, thread)
         thread.start()
@@ -264,21 +294,25 @@ class BackgroundSaves:
             self._writer = WriterProcess(self._limits.timeout_s)
         return self._writer
 
-    def memory_for(self, writer: WriterProcess, nbytes: int) -> torch.Tensor:
-        """Return the memory that is shared with a writer, for a save of `nbytes`: uint8 [n].
-
-        Raises:
-            OSError: there is not so much memory.
-        """
+    def _capacity(self, writer: WriterProcess, nbytes: int) -> int:
+        """Return the size of the memory that a save of `nbytes` is copied to."""
         limit = self._limits.staging_bytes
         held = writer.memory.capacity
         if limit is None and held < nbytes:
             limit = held + self._limits.free_bytes()
-        wanted = staging.capacity_for(nbytes, limit)
         # Memory of an earlier save is kept: later saves are of about the same size.
-        if wanted > held:
+        return max(held, staging.capacity_for(nbytes, limit))
+
+    def memory_for(self, writer: WriterProcess, capacity: int) -> torch.Tensor:
+        """Return the memory that is shared with a writer, of the size that `_capacity` returned:
+        uint8 [n].
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        if capacity > writer.memory.capacity:
             self._unpinned()
-            writer.memory.resize(wanted)
+            writer.memory.resize(capacity)
         if self._memory is None:
             self._memory = torch.frombuffer(writer.memory.ring, dtype=torch.uint8)
             self._unpin = self.device.pin(self._memory)
@@ -328,8 +362,8 @@ class BackgroundSaves:
                 self._ranks.store.delete_key(f"save/{self._pending.number}/failed")
         self._pending = None
 
-    def message_of(self, job: Job, writer: WriterProcess) -> dict[str, Any]:
-        """Return the message that begins a save."""
+    def message_of(self, job: Job, writer: WriterProcess, starts: list[int]) -> dict[str, Any]:
+        """Return the message that begins a save, whose files begin at these positions."""
         capacity = writer.memory.capacity
         draft = folder.draft_of(job.root, job.step)
         return {
@@ -339,6 +373,7 @@ class BackgroundSaves:
             "draft": str(draft.with_name(f"{draft.name}.{self._token}-{self._number}")),
             "final": str(job.path),
             "files": [contents.file.to_json() for contents in job.contents],
+            "starts": starts,
             "linked": job.linked,
             # only rank 0 writes them
             "manifest": job.manifest if self._ranks.rank == 0 else None,
@@ -346,7 +381,7 @@ class BackgroundSaves:
             "policy": asdict(job.policy),
             "total": self._total,
             "capacity": capacity,
-            "whole": job.nbytes <= capacity,
+            "whole": job.room <= capacity,
             "retries": self._limits.retries,
             "timeout_s": self._limits.timeout_s,
         }
@@ -355,11 +390,14 @@ class BackgroundSaves:
 class _Stage:
     """The thread that copies the tensors of one save."""
 
-    def __init__(self, saves: BackgroundSaves, job: Job, writer: WriterProcess) -> None:
+    def __init__(
+        self, saves: BackgroundSaves, job: Job, writer: WriterProcess, capacity: int
+    ) -> None:
         self.pending: _Pending
         self._saves = saves
         self._job = job
         self._writer = writer
+        self._capacity = capacity
         self._device = saves.device
         # Work that was issued so far has to be done before the copies begin.
         self._reached = self._device.event() if self._device.runs_ahead else None
@@ -369,18 +407,26 @@ class _Stage:
         }
         """Copies of the tensors that may change at any time."""
         self._ring: torch.Tensor
-        self._unsent: list[tuple[int, int]] = []
-        """Parts that are being copied."""
+        self._at = 0
+        """The position of the next byte."""
+        self._batch: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parts to copy at once: where to, and from where."""
+        self._batch_bytes = 0
+        self._most = max(SENT_BYTES, job.room // MAX_SENT)
+        """Bytes of a batch."""
 
     def run(self) -> None:
         """Copy everything, unless the save is given up meanwhile."""
         try:
-            self._ring = self._saves.memory_for(self._writer, self._job.nbytes)
-            self._writer.channel.send(self._saves.message_of(self._job, self._writer))
+            self._ring = self._saves.memory_for(self._writer, self._capacity)
+            starts = self._job.starts()
+            message = self._saves.message_of(self._job, self._writer, starts)
+            self._writer.channel.send(message)
             with self._stream():
-                for contents in self._job.contents:
+                for start, contents in zip(starts, self._job.contents, strict=True):
+                    self._at = start
                     for tensor in (*self._early[id(contents)], *contents.still):
-                        self._copy(tensor)
+                        self._add(flat_bytes(tensor))
                 self._send()
         except Closed:
             pass  # `poll` finds out how the writer ended
@@ -396,17 +442,17 @@ class _Stage:
         stream.wait_event(self._reached)
         return self._device.namespace.stream(stream)
 
-    def _copy(self, tensor: torch.Tensor) -> None:
-        data = flat_bytes(tensor)
-        memory = self._writer.memory
-        for start in range(0, len(data), staging.PART_BYTES):
-            part = data[start : start + staging.PART_BYTES]
-            at = memory.place(len(part))
-            self._await_room(at + len(part))
-            begin = at % memory.capacity
-            self._ring[begin : begin + len(part)].copy_(part, non_blocking=True)
-            self._unsent.append((at, len(part)))
-            if self._reached is None or sum(n for _, n in self._unsent) >= SENT_BYTES:
+    def _add(self, data: torch.Tensor) -> None:
+        """Copy bytes with the next batch."""
+        while len(data):
+            begin = self._at % self._capacity
+            count = min(len(data), staging.PART_BYTES, self._capacity - begin)
+            self._await_room(self._at + count)
+            self._batch.append((self._ring[begin : begin + count], data[:count]))
+            self._batch_bytes += count
+            self._at += count
+            data = data[count:]
+            if self._batch_bytes >= self._most:
                 self._send()
 
     def _await_room(self, end: int) -> None:
@@ -419,12 +465,16 @@ class _Stage:
             time.sleep(PAUSE_S)
 
     def _send(self) -> None:
-        """Tell the writer of the parts that are copied."""
+        """Copy the batch, and tell the writer."""
+        if not self._batch:
+            return
+        targets, sources = map(list, zip(*self._batch, strict=True))
+        torch._foreach_copy_(targets, sources, non_blocking=True)
         if self._reached is not None:
             self._device.event().synchronize()
-        for at, size in self._unsent:
-            self._writer.channel.send({"part": [at, size]})
-        self._unsent.clear()
+        self._batch.clear()
+        self._batch_bytes = 0
+        self._writer.channel.send({"copied": self._at})
 
 
 def free_share(available: Callable[[], int], ranks_here: int) -> Callable[[], int]:

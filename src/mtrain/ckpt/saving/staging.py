@@ -3,10 +3,11 @@
 Needs no torch. The memory has no name, so the kernel frees it when the last of the two processes
 ends, however it ends.
 
-The rank copies bytes into the ring in parts, each in one run of memory, and sends the place of each
-part to the writer. The writer handles parts in the same order and moves `freed` behind each. A ring
-that is as large as a save never waits for the writer; a smaller one holds a part of the save at a
-time.
+The bytes of a save have positions, which count on where the ring begins again. A position and the
+offset in the file have the same place in a page, so the writer writes from the ring without a copy,
+past the page cache too. The rank copies bytes in order and tells the writer up to which position;
+the writer moves `freed` behind the bytes that it has written. A ring that is as large as a save
+never waits for the writer; a smaller one holds a part of the save at a time.
 """
 
 from __future__ import annotations
@@ -16,21 +17,19 @@ import os
 import tempfile
 from typing import Self
 
-PAGE = 4096
-"""The counters take the first page, so that the ring begins at one."""
+from mtrain.ckpt.new_file import PAGE
+
 PART_BYTES = 4 << 20
-"""The most bytes of a part: a multiple of what is hashed together."""
+"""The most bytes of a part, which is copied when the ring has room for all of it."""
 SMALLEST = 4 * PART_BYTES
-"""The least size of a ring: one part is written while the next ones are copied."""
+"""The least size of a ring: of its quarters one is written, one hashed, and two are copied to."""
 
 FREED = 0
-"""Counter: bytes of the ring that the writer has handled since the save began."""
+"""Counter: the position up to which the writer has written."""
 TICKS = 1
 """Counter: signs of life of the writer."""
 PHASE = 2
 """Counter: what the writer does, one of the numbers below."""
-WRITTEN = 3
-"""Counter: bytes of the save that the writer has given to the disk."""
 
 IDLE = 0
 WORKING = 1
@@ -45,12 +44,11 @@ class Staging:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        # the counters take the first page, so that the ring begins at one
         self._page = mmap.mmap(descriptor, PAGE)
         self.counters = memoryview(self._page).cast("Q")
         self.capacity = 0
         self.ring: mmap.mmap | None = None
-        self._end = 0
-        """Position behind the last part; positions count on where the ring begins again."""
 
     @classmethod
     def create(cls) -> Self:
@@ -84,17 +82,7 @@ class Staging:
 
     def begin(self) -> None:
         """Begin a save: the ring is empty."""
-        self._end = 0
         self.counters[FREED] = 0
-        self.counters[WRITTEN] = 0
-
-    def place(self, nbytes: int) -> int:
-        """Return the position of the next part, which does not run over the ring's end."""
-        at = self._end
-        if at % self.capacity + nbytes > self.capacity:
-            at += self.capacity - at % self.capacity
-        self._end = at + nbytes
-        return at
 
     def has_room(self, end: int) -> bool:
         """Return whether the ring is free up to a position."""
@@ -110,4 +98,9 @@ def capacity_for(nbytes: int, limit: int | None) -> int:
     and not too small to work with.
     """
     wanted = nbytes if limit is None else min(nbytes, limit)
-    return -(-max(wanted, SMALLEST) // PAGE) * PAGE
+    return next_page(max(wanted, SMALLEST))
+
+
+def next_page(position: int) -> int:
+    """Return the first position of a page that is not before `position`."""
+    return -(-position // PAGE) * PAGE

@@ -24,9 +24,10 @@ from typing import Any
 
 from mtrain import durable, units
 from mtrain.ckpt import folder, index, retention, shard_file, space
+from mtrain.ckpt.new_file import Ring
 from mtrain.ckpt.saving import staging
 from mtrain.ckpt.saving.channel import Channel, Closed
-from mtrain.ckpt.saving.staging import Staging
+from mtrain.ckpt.saving.staging import PART_BYTES, Staging
 from mtrain.ckpt.shard_file import Entry, ShardFile
 from mtrain.config.compose.paths import RUN_FILE
 from mtrain.errors import MtrainError
@@ -64,10 +65,11 @@ class Save:
         self.timeout_s: float = body["timeout_s"]
         self._channel = channel
         self._counters = memory.counters
+        self.starts: list[int] = body["starts"]
+        """Position of the first byte of each file."""
         self._ring = memory.open(body["capacity"])
-        self._places: dict[int, list[tuple[int, int]]] = {}
-        """Entry, counted over all files -> position and size of each part that has come."""
-        self._counted = 0
+        self._copied = 0
+        """The position up to which the rank has copied."""
 
     def perform(self) -> None:
         """Write this rank's files; on rank 0 also commit. Reports each over the channel.
@@ -124,10 +126,44 @@ class Save:
         return work()
 
     def _write_files(self) -> list[dict[str, Any]]:
-        self._counted = 0
-        return [
-            shard_file.write(self.draft / file.name, file, self._parts) for file in self.files
-        ] + self._link_known()
+        written = [
+            self._write_file(file, start)
+            for file, start in zip(self.files, self.starts, strict=True)
+        ]
+        return written + self._link_known()
+
+    def _write_file(self, file: ShardFile, start: int) -> dict[str, Any]:
+        at = start
+
+        def parts(entry: Entry) -> Iterator[memoryview]:
+            """Yield the bytes of the next entry as they come from the rank."""
+            nonlocal at
+            end = at + entry.nbytes
+            while at < end:
+                self._await_copy(at)
+                begin = at % len(self._ring)
+                # at most up to the ring's end
+                part = self._ring[begin : begin + min(PART_BYTES, end - at, self._copied - at)]
+                at += len(part)
+                self._enter(staging.ON_DISK)
+                yield part
+
+        source = Ring(self._ring, start, self._free)
+        with self._disk():
+            return shard_file.write(self.draft / file.name, file, parts, source)
+
+    def _await_copy(self, position: int) -> None:
+        """Wait until the rank has copied the byte at a position, and note what else it has."""
+        if self._copied > position:
+            return
+        self._enter(staging.FOR_RANK)
+        while self._copied <= position:
+            body = self._channel.receive()
+            assert body is not None
+            self._copied = body["copied"]
+
+    def _free(self, position: int) -> None:
+        self._counters[staging.FREED] = position
 
     def _link_known(self) -> list[dict[str, Any]]:
         """Give the file of tensors that no step changes a name in the draft."""
@@ -142,38 +178,6 @@ class Save:
                 durable.sync(target)
         known: dict[str, Any] = self.linked["index"]
         return [known]
-
-    def _parts(self, entry: Entry) -> Iterator[memoryview]:
-        """Yield the bytes of the next entry as they come from the rank."""
-        number = self._counted
-        self._counted += 1
-        missing = entry.nbytes
-        known = self._places.setdefault(number, [])
-        for at, size in known:
-            missing -= size
-            yield from self._given(at, size)
-        while missing:
-            at, size = self._next_part()
-            known.append((at, size))
-            missing -= size
-            yield from self._given(at, size)
-            self._counters[staging.FREED] = at + size
-
-    def _given(self, at: int, size: int) -> Iterator[memoryview]:
-        begin = at % len(self._ring)
-        # The caller hashes and writes it before it asks for more.
-        self._enter(staging.ON_DISK)
-        yield self._ring[begin : begin + size]
-        self._counters[staging.WRITTEN] += size
-        self._enter(staging.WORKING)
-
-    def _next_part(self) -> tuple[int, int]:
-        self._enter(staging.FOR_RANK)
-        body = self._channel.receive()
-        assert body is not None
-        self._enter(staging.WORKING)
-        at, size = body["part"]
-        return at, size
 
     def _commit(self, manifest: dict[str, Any]) -> None:
         """Wait for the files of all ranks, and give the folder its name."""

@@ -103,10 +103,8 @@ class Checkpoints(Hook):
             begun = time.monotonic()
             self.saves.secured()
             self.unsecured = False
+            problem = self._agreed_problem(context) if self.saves.in_waves else ""
             self.blocked_s += time.monotonic() - begun
-            # A rank whose disk is slow may come late: the others wait for it here, and not in a
-            # collective with its shorter timeout.
-            problem = ckpt_state.meeting_of(context.world, context.run).barrier(self.saves.problem)
             if problem:
                 self._failed(context, problem)
                 return
@@ -232,11 +230,20 @@ class Checkpoints(Hook):
             return
         self.saves.finish()
         self.unsecured = False
-        problem = ckpt_state.meeting_of(context.world, context.run).barrier(self.saves.problem)
+        problem = self._agreed_problem(context)
         if problem:
             self._failed(context, problem, last=last)
         else:
             self._committed(context, self.saves)
+
+    def _agreed_problem(self, context: TrainContext) -> str:
+        """Return the problem of a rank, on every rank.
+
+        A rank whose disk is slow may come late: the others wait for it here, and not in a
+        collective with its shorter timeout.
+        """
+        assert self.saves is not None
+        return ckpt_state.meeting_of(context.world, context.run).barrier(self.saves.problem)
 
     def _committed(self, context: TrainContext, saves: BackgroundSaves) -> None:
         context.by_time.save_settled()
