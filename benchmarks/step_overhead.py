@@ -205,7 +205,7 @@ def circumstances() -> dict[str, Any]:
         "torch": torch.__version__,
         "megatron-core": "0.16.1",
     }
-    words = ["benchmarks/step_overhead.py", *sys.argv[1:]]
+    words = [f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     return {
         "device": f"cpu, {torch.get_num_threads()} threads",
         "versions": versions,

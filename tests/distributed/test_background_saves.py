@@ -238,6 +238,23 @@ def test_background_save_ranks_share_replicas_evenly(name: str, tmp_path: Path) 
         assert len(places) == len({str(place) for place in places}), key
 
 
+def test_background_save_fills_no_moments_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shards_twice() -> int:
+        from mtrain.mcore.state.sharding import optimizer_shards
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.world.init import joined
+
+        run = of({})
+        with joined(run) as world:
+            state = assemble(run, world, splits_of(run)).state
+            made = len(optimizer_shards(state.chunks, state.optimizer))
+            monkeypatch.delattr(torch, "zeros_like")
+            assert len(optimizer_shards(state.chunks, state.optimizer)) == made
+        return made
+
+    assert run_ranks(1, shards_twice)[0] > 0
+
+
 @pytest.mark.full
 def test_background_save_of_groups_equals_one_index(tmp_path: Path) -> None:
     kinds = {"whole": (True, None), "groups": (True, grouping_writer.use)}
