@@ -269,7 +269,7 @@ def rates(options: argparse.Namespace) -> dict[str, Any]:
         context = assemble(run, world, splits_of(run))
         shards = tensors_of(context)
         mib = sum(s.tensor.numel() * s.tensor.element_size() for s in shards) / 2**20
-        ways = {
+        ways: dict[str, dict[str, Any]] = {
             "disk": {"ours": ours(context, world), "write and fsync": plain(shards)},
             "ram": {
                 "ours": ours(context, world),

@@ -52,11 +52,11 @@ class Writer:
         self._at = 0
         self._missing = 0
         """Bytes of the tensor that was begun last which were not added."""
-        self._file = (
-            NewFile(path, self._data_at)
-            if source is None
-            else RingFile(path, self._data_at, source)
-        )
+        self._file: NewFile
+        if source is None:
+            self._file = NewFile(path, self._data_at)
+        else:
+            self._file = RingFile(path, self._data_at, source)
 
     def write(self, name: str, dtype: str, shape: Sequence[int], data: memoryview) -> None:
         """Write the bytes of the next tensor.
@@ -232,7 +232,7 @@ class Ring:
     """
 
     memory: memoryview
-    """It begins at a page, and is a whole number of pages."""
+    """Whole pages."""
     start: int
     """Position of the first of the bytes. Its place in a page is that of its offset in the file."""
     freed: Callable[[int], None]
