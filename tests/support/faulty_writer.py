@@ -33,7 +33,8 @@ def use(
 ) -> None:
     """Make the writer of `rank` fail at its `at`-th call, for writers that this process starts.
 
-    `fault` is `kill`, `stop`, `sleep`, `none`, or `error`, which fails with `errno`. `victim` is
+    `fault` is `kill`, `stop`, `sleep`, `none`, `error`, which fails with `errno`, or `errors`:
+    that call and all after it fail. `victim` is
     the process that a signal goes to: `writer`, `rank`, or `launcher`, the parent of the rank. The
     file `counted` gets the number of calls at the end. With `once`, a file that the fault makes,
     later writers have none.
@@ -69,15 +70,15 @@ class Points:
     def reach(self, name: str) -> None:
         """Note a call, and fail if it is its turn."""
         self.count += 1
-        if self.count != self.body["at"]:
-            return
         fault = self.body["fault"]
+        if self.count < self.body["at"] or (self.count > self.body["at"] and fault != "errors"):
+            return
         once = self.body["once"]
         if once and Path(once).exists():
             return
         if once:
             Path(once).touch()
-        if fault == "error":
+        if fault in ("error", "errors"):
             raise OSError(self.body["errno"], os.strerror(self.body["errno"]))
         if fault == "sleep":
             time.sleep(3600)

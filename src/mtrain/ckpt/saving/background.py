@@ -35,7 +35,8 @@ from mtrain.world.heartbeat import tick, waiting
 PAUSE_S = 0.001
 """The pause between two looks at the writer."""
 STORE_S = 0.05
-"""The pause between two looks for failures of other ranks."""
+"""The pause between two looks for failures of other ranks, of which up to `FEW` look."""
+FEW = 64
 SENT_BYTES = 64 * MIB
 """Bytes that are copied at once, before the writer hears of them. For each copy this thread gets
 the interpreter's lock again, which the forward holds most of the time.
@@ -237,13 +238,15 @@ class BackgroundSaves:
         if pending is None:
             return
         asked = 0.0
+        pause_s = STORE_S * max(1.0, self._ranks.size / FEW)
         with waiting():
             while not self.problem:
                 self.poll()
                 if pending.committed or (self._ranks.rank and pending.written is not None):
                     return
                 now = time.monotonic()
-                if self._ranks.rank == 0 and now - asked > STORE_S:
+                # A writer waits for the folder that rank 0 makes, and rank 0 for all files.
+                if now - asked > pause_s:
                     asked = now
                     self._hear_others(pending)
                 tick()
@@ -343,11 +346,10 @@ class BackgroundSaves:
         pending.seconds = message.get("seconds", pending.seconds)
 
     def fail(self, text: str) -> None:
-        """Note a failure, for this rank and for rank 0, which may wait for the files."""
+        """Note a failure, for this rank and for the others, which may wait for its files."""
         self.problem = text
-        if self._ranks.rank:
-            with suppress(RuntimeError):  # a store that is gone: the run ends anyway
-                self._ranks.store.set(f"save/{self._number}/failed", text)
+        with suppress(RuntimeError):  # a store that is gone: the run ends anyway
+            self._ranks.store.set(f"save/{self._number}/failed", text)
 
     def _hear_others(self, pending: _Pending) -> None:
         key = f"save/{pending.number}/failed"
