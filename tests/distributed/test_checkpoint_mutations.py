@@ -6,18 +6,26 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import fsspec
 import pytest
 
+from mtrain.ckpt.remote import transfer
+from mtrain.ckpt.remote.place import Place
 from mtrain.errors import CorruptData
+from tests.faults.promises import Record, measured
 from tests.support import grouping_writer
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps
 
 MUTATIONS = 1000
+REMOTE = 300
+"""Mutations of objects in a store."""
 KINDS = ("xxh3", "sha256", "groups")
 MANIFEST = "manifest.json"
 
@@ -92,6 +100,41 @@ MAKE: dict[str, Callable[[bytes, list[bytes], random.Random], bytes]] = {
 MISSING = "missing"
 
 
+@dataclass(frozen=True)
+class Mutation:
+    """A change of a file of a checkpoint."""
+
+    kind: str
+    file: Path
+    how: str
+    changed: bytes | None
+    """The new content; None: the file is removed."""
+    expected: list[str]
+    """Names of files, of which an error has to name one."""
+
+    def __str__(self) -> str:
+        return f"{self.file.name.partition('_')[0].removesuffix('.json')}: {self.how}"
+
+
+def drawn(runs: dict[str, list[Path]], dice: random.Random) -> Mutation | None:
+    """Return a mutation; None if the drawn one changes nothing."""
+    kind = dice.choice(KINDS)
+    path, step, other_run = runs[kind]
+    names = sorted(os.listdir(path))
+    # Shards are most of the files, and the manifest is the marker.
+    file = path / dice.choice([*names, MANIFEST])
+    how = dice.choice([*MAKE, MISSING])
+    original = file.read_bytes()
+    others = [(folder / file.name).read_bytes() for folder in (step, other_run)]
+    others += [(path / name).read_bytes() for name in names if name != file.name]
+    changed = None if how == MISSING else MAKE[how](original, others, dice)
+    if changed == original:  # run.yaml is the same at every step
+        return None
+    # The manifest of another step does not fit the files, and one of these is named.
+    whole_manifest = file.name == MANIFEST and how in ("of another step", "of another run")
+    return Mutation(kind, file, how, changed, names if whole_manifest else [file.name])
+
+
 def at_once(path: Path) -> None:
     """Compare every byte when the checkpoint is opened."""
     from mtrain.ckpt.store import Checkpoint
@@ -125,42 +168,81 @@ def words_of(load: Callable[[Path], None], path: Path) -> str:
 
 @pytest.mark.full
 def test_checkpoint_thousand_mutations_are_found_and_named(
-    runs: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
+    runs: dict[str, list[Path]], capsys: pytest.CaptureFixture[str], record_property: Record
 ) -> None:
     dice = random.Random(20)
     counts: Counter[str] = Counter()
+    silent: list[str] = []
     for path in (paths[0] for paths in runs.values()):
         assert not words_of(at_once, path)
         assert not words_of(as_read, path)
     while counts.total() < MUTATIONS:
-        kind = dice.choice(KINDS)
-        path, step, other_run = runs[kind]
-        names = sorted(os.listdir(path))
-        # Shards are most of the files, and the manifest is the marker.
-        file = path / dice.choice([*names, MANIFEST])
-        how = dice.choice([*MAKE, MISSING])
-        original = file.read_bytes()
-        others = [(folder / file.name).read_bytes() for folder in (step, other_run)]
-        others += [(path / name).read_bytes() for name in names if name != file.name]
-        if how == MISSING:
-            file.unlink()
+        one = drawn(runs, dice)
+        if one is None:
+            continue
+        original = one.file.read_bytes()
+        if one.changed is None:
+            one.file.unlink()
         else:
-            changed = MAKE[how](original, others, dice)
-            if changed == original:  # run.yaml is the same at every step
-                continue
-            file.write_bytes(changed)
-        # The manifest of another step does not fit the files, and one of these is named.
-        whole_manifest = file.name == MANIFEST and how in ("of another step", "of another run")
-        expected = names if whole_manifest else [file.name]
+            one.file.write_bytes(one.changed)
         for load in (at_once, as_read):
-            words = words_of(load, path)
-            assert words, f"{kind}: {file.name} {how} was loaded ({load.__name__})"
-            assert any(name in words for name in expected), (kind, file.name, how, words)
-        file.write_bytes(original)
-        counts[f"{file.name.partition('_')[0].removesuffix('.json')}: {how}"] += 1
+            words = words_of(load, one.file.parent)
+            if not words:
+                silent.append(f"{one.kind}: {one.file.name} {one.how} loaded ({load.__name__})")
+            else:
+                assert any(name in words for name in one.expected), (one, words)
+        one.file.write_bytes(original)
+        counts[str(one)] += 1
     for path in (paths[0] for paths in runs.values()):
         assert not words_of(as_read, path), "every file is as it was"
+    measured(record_property, mutations=counts.total(), silent=len(silent))
+    assert not silent
     with capsys.disabled():
         print(f"\n{counts.total()} mutations, each found twice and named:")
         for name, count in sorted(counts.items()):
             print(f"  {count:4} {name}")
+
+
+@pytest.mark.full
+def test_checkpoint_mutations_of_objects_are_found_and_named(
+    runs: dict[str, list[Path]], tmp_path: Path, record_property: Record
+) -> None:
+    files = fsspec.filesystem("memory")
+    places = {kind: Place(f"memory://mutated/{kind}/step_00000002") for kind in KINDS}
+    for kind, place in places.items():
+        transfer.upload(runs[kind][0], place)
+    dice = random.Random(21)
+    counts: Counter[str] = Counter()
+    silent: list[str] = []
+
+    def download(place: Place) -> str:
+        try:
+            transfer.download(place, tmp_path / "out")
+        except CorruptData as error:
+            assert list(tmp_path.iterdir()) == []
+            return str(error)
+        shutil.rmtree(tmp_path / "out")
+        return ""
+
+    assert not any(map(download, places.values()))
+    while counts.total() < REMOTE:
+        one = drawn(runs, dice)
+        if one is None:
+            continue
+        place = places[one.kind]
+        address = f"{place.url}/{one.file.name}"
+        if one.changed is None:
+            files.rm_file(address)
+        else:
+            files.pipe_file(address, one.changed)
+        words = download(place)
+        if not words:
+            silent.append(f"{one.kind}: {one}")
+        else:
+            assert any(name in words for name in one.expected), (one, words)
+        files.pipe_file(address, one.file.read_bytes())
+        counts[str(one)] += 1
+    assert not any(map(download, places.values())), "every object is as it was"
+    files.rm("/mutated", recursive=True)
+    measured(record_property, mutations=counts.total(), silent=len(silent))
+    assert not silent

@@ -20,6 +20,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.launching.verdict.figures import WIDTHS, reading
 from mtrain.launching.verdict.judge import judge, rng_resets
 from mtrain.launching.verdict.regions import Layout
+from tests.faults.promises import Record, measured
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, whole_tensors
 
@@ -148,8 +149,11 @@ def _facts(tensors: dict[str, Any], read: Sequence[Any], restored: bool) -> Resu
     return Resumed(nbytes, frozenset(anew), regions, restored, ())
 
 
-def check(saved: Saved, kind: str, old: Sequence[str], new: str, steps: int) -> None:
+def check(
+    saved: Saved, kind: str, old: Sequence[str], new: str, steps: int, record: Record
+) -> None:
     """Resume from checkpoints of old layouts in a new one, and compare that with the verdict."""
+    apart = 0.0
     run = tiny_run(**LAYOUTS[kind][new])
     expected = {name: saved.losses(kind, name, steps) for name in old}
     paths = {name: saved.path(kind, name) for name in old}
@@ -173,6 +177,9 @@ def check(saved: Saved, kind: str, old: Sequence[str], new: str, steps: int) -> 
         _same_bits(path, home / name / path.name, pair)
         assert facts[0].losses == pytest.approx(expected[name], rel=1e-5), pair
         assert (facts[0].losses == tuple(expected[name])) or name != new, pair
+        pairs = zip(facts[0].losses, expected[name], strict=True)
+        apart = max(apart, *(abs(one - other) / abs(other) for one, other in pairs))
+    measured(record, reshards=len(paths), loss_apart=apart)
 
 
 def _regions(run: RunConfig) -> list[frozenset[Place]]:
@@ -202,13 +209,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize("new", ["tp2", "dp2 zero"])
-def test_verdict_sample_of_layouts_is_what_happens(new: str, tmp_path: Path) -> None:
-    check(Saved(tmp_path), "dense", ("tp2",), new, steps=1)
+def test_verdict_sample_of_layouts_is_what_happens(
+    new: str, tmp_path: Path, record_property: Record
+) -> None:
+    check(Saved(tmp_path), "dense", ("tp2",), new, 1, record_property)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "new"), [(kind, name) for kind, layouts in LAYOUTS.items() for name in layouts]
 )
-def test_verdict_every_layout_is_what_happens(kind: str, new: str, saved: Saved) -> None:
-    check(saved, kind, tuple(LAYOUTS[kind]), new, STEPS)
+def test_verdict_every_layout_is_what_happens(
+    kind: str, new: str, saved: Saved, record_property: Record
+) -> None:
+    check(saved, kind, tuple(LAYOUTS[kind]), new, STEPS, record_property)

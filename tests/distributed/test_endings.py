@@ -216,6 +216,23 @@ def test_ending_stop_skips_evaluation_and_failed_deletion(
     assert end.said.count("warning: older checkpoints") == 1
 
 
+def test_ending_metrics_on_a_full_disk_warn_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mtrain.train.hooks.metrics import Metrics
+
+    metrics = Metrics(tmp_path)
+    # Linux's device on which every write finds the disk full
+    metrics.file = open("/dev/full", "a")  # noqa: SIM115
+    for step in range(3):
+        evaluated = {"valid_loss": 1.0, "valid_samples": 8, "valid_tokens": 256}
+        metrics.log(SimpleNamespace(), step, evaluated)  # type: ignore[arg-type]
+    metrics.close()
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1
+    assert "No space left on device" in said
+
+
 @pytest.mark.parametrize("failing_part", ["write", "flush", "fileno"])
 def test_ending_full_disk_under_metrics_warns_once(
     failing_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

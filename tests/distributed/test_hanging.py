@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from tests.faults.promises import Record, measured
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, as_rank, free_port
 from tests.support.patience import slowness
@@ -87,6 +88,23 @@ def listen() -> None:
     torch.distributed.recv(torch.zeros(1), src=0)
 
 
+def noted(folder: Path, hold: Callable[[], object]) -> Callable[[], object]:
+    """Return `hold`, which leaves the time of its beginning."""
+
+    def held() -> object:
+        (folder / "held").touch()
+        return hold()
+
+    return held
+
+
+def ended_in_time(folder: Path, limits: Limits, record: Record) -> None:
+    """Require that a run has just ended, within 5 s of the time limit of its hang."""
+    over_s = time.time() - (folder / "held").stat().st_mtime - limits.hard_s
+    measured(record, hang_s=over_s)
+    assert over_s < 5 * slowness()
+
+
 def stacks(folder: Path, rank: int) -> str:
     path = folder / f"runs/run/errors/stacks_rank_{rank:05d}.txt"
     return path.read_text() if path.exists() else ""
@@ -140,7 +158,7 @@ def test_hanging_sleeping_rank_is_named_with_all_stacks(
 
 @pytest.mark.full
 def test_hanging_stopped_rank_is_named(
-    tmp_path: Path, started: list[Launched], limits: Limits
+    tmp_path: Path, started: list[Launched], limits: Limits, record_property: Record
 ) -> None:
     # four ranks are slow to show signs
     patient = replace(limits, soft_s=limits.hard_s, hard_s=2 * limits.hard_s)
@@ -149,15 +167,20 @@ def test_hanging_stopped_rank_is_named(
         home.mkdir()
         started.append(Launched(*RUN, *patient.words, "parallel=tp2", cwd=home))
     ranks = []
+    begun = []
     for stopped, run in enumerate(started):
         wait_for(lambda stopped=stopped: len(metrics(homes[stopped] / "runs/run")) > 3)  # type: ignore[misc]
         ranks.append(run.ranks())
         # until each rank has shown signs of life: it does so 20 times in soft_s
         time.sleep(patient.soft_s / 5)
         ranks[stopped][stopped].send_signal(signal.SIGSTOP)
+        begun.append(time.monotonic() - run.began)
     for stopped, run in enumerate(started):
         said = end_of(run, ranks[stopped])
         assert run.seconds > patient.hard_s
+        over_s = run.seconds - begun[stopped] - patient.hard_s
+        measured(record_property, stopped_s=over_s)
+        assert over_s < 5 * slowness()
         assert (
             len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said))
             == 1
@@ -169,11 +192,13 @@ def test_hanging_stopped_rank_is_named(
 
 
 def test_hanging_rank_missing_a_collective_is_named(
-    tmp_path: Path, started: list[Launched], limits: Limits
+    tmp_path: Path, started: list[Launched], limits: Limits, record_property: Record
 ) -> None:
-    run = Launched(*RUN, *limits.words, "parallel=tp2", cwd=tmp_path, patch=holding(1, 4, listen))
+    patch = holding(1, 4, noted(tmp_path, listen))
+    run = Launched(*RUN, *limits.words, "parallel=tp2", cwd=tmp_path, patch=patch)
     started.append(run)
     said = end_of(run, [])
+    ended_in_time(tmp_path, limits, record_property)
     named = (
         r"rank 1 \(.*\) is behind, .*; it has not launched collective \d+ of"
         r" TENSOR_MODEL_PARALLEL_GROUP"
@@ -183,12 +208,14 @@ def test_hanging_rank_missing_a_collective_is_named(
 
 @pytest.mark.full
 def test_hanging_rank_holding_gil_leaves_stacks(
-    tmp_path: Path, started: list[Launched], limits: Limits
+    tmp_path: Path, started: list[Launched], limits: Limits, record_property: Record
 ) -> None:
     hold = lambda: ctypes.PyDLL(None).sleep(10_000)  # noqa: E731
-    run = Launched(*RUN, *limits.words, "parallel=tp2", cwd=tmp_path, patch=holding(1, 6, hold))
+    patch = holding(1, 6, noted(tmp_path, hold))
+    run = Launched(*RUN, *limits.words, "parallel=tp2", cwd=tmp_path, patch=patch)
     started.append(run)
     said = end_of(run, [])
+    ended_in_time(tmp_path, limits, record_property)
     assert re.search(r"no progress .*: rank 1 .* no sign of life", said), said
     assert "Timeout" in stacks(tmp_path, 1)
     assert "test_hanging.py" in stacks(tmp_path, 1)

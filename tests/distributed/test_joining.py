@@ -322,7 +322,13 @@ def test_joining_foreign_port_owner_is_reported(
         environment = as_rank(0, 2, other.getsockname()[1])
         rank = Launched(*RUN, "parallel=dp", soon(), cwd=tmp_path, environment=environment)
         assert rank.wait() == ENVIRONMENT
-    assert "Address already in use" in rank.said
+        assert f"port {environment['MASTER_PORT']} of this machine: Address already" in rank.said
+        # A run that starts its own ranks takes a free port, whatever others left in its variables.
+        words = (*RUN, "parallel=dp2", "trainer.train_iters=1")
+        own = Launched(
+            *words, cwd=tmp_path, environment={"MASTER_PORT": environment["MASTER_PORT"]}
+        )
+        assert own.wait() == 0, own.said
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from mtrain.ckpt.folder import step_of
 from mtrain.ckpt.local import begin, exist, forget_after, newest
 from mtrain.config.compose.paths import CHECKPOINTS
 from tests.distributed.test_background_saves import STEPS, files_of, fit, of
+from tests.faults.promises import Record, measured
 from tests.support import faulty_writer
 from tests.support.forked import RankFailed, run_alone, run_ranks
 
@@ -82,8 +83,10 @@ def gone(folder: Path) -> None:
     assert faulty_writer.running(folder) == []
 
 
-def check(folder: Path) -> None:
-    """Check what a killed run has left, and what the next one leaves of it."""
+def check(folder: Path) -> float:
+    """Check what a killed run has left, and what the next one leaves of it; return the intervals
+    between the newest save that had begun and the newest one that loads.
+    """
     from mtrain.ckpt.folder import committed
     from mtrain.ckpt.store import Checkpoint
 
@@ -91,10 +94,12 @@ def check(folder: Path) -> None:
     root = folder / "checkpoints"
     found = committed(root)
     newest = Checkpoint.open(found[-1]).step if found else 0
-    assert begun_saves(root) - newest <= EVERY
+    lost = begun_saves(root) - newest
+    assert lost <= EVERY
     run = of({"ranks": RANKS}, async_save=True, save_interval=STEPS)
     assert not any(error for _, _, error in run_ranks(RANKS, fit, run, root))
     assert all(name.startswith("step_") for name in files_of(root))
+    return lost / EVERY
 
 
 def cases(calls: dict[int, int], count: int) -> list[tuple[str, int, int]]:
@@ -119,22 +124,30 @@ def counted(folder: Path) -> dict[int, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_kill_points_lose_at_most_one_interval(batch: int, tmp_path: Path) -> None:
+def test_kill_points_lose_at_most_one_interval(
+    batch: int, tmp_path: Path, record_property: Record
+) -> None:
     calls = counted(tmp_path)
     assert min(calls.values()) > 20
-    for number, (victim, rank, at) in enumerate(cases(calls, COUNT)[batch::BATCHES]):
+    points = cases(calls, COUNT)[batch::BATCHES]
+    lost = 0.0
+    for number, (victim, rank, at) in enumerate(points):
         place = tmp_path / str(number)
         assert killed(place, victim, rank, at) != "whole", (victim, rank, at)
-        check(place)
+        lost = max(lost, check(place))
+    measured(record_property, kill_points=len(points), intervals_lost=lost)
 
 
 @pytest.mark.full
-def test_kill_points_of_local_checkpoints_leave_a_whole_one(tmp_path: Path) -> None:
+def test_kill_points_of_local_checkpoints_leave_a_whole_one(
+    tmp_path: Path, record_property: Record
+) -> None:
     place = tmp_path / "whole"
     assert killed(place, "writer", 0, 0, local=True) == "whole"
     assert list((place / "local").iterdir()) == []
     calls = int((place / "calls").read_text())
     draw = random.Random(SEED)
+    lost = 0.0
     for number in range(LOCAL_COUNT):
         victim = VICTIMS[number % len(VICTIMS)]
         at = draw.randint(1, calls * 2 // 3)
@@ -151,3 +164,5 @@ def test_kill_points_of_local_checkpoints_leave_a_whole_one(tmp_path: Path) -> N
         forget_after(home, step_of(found) if found else 0)
         assert [path.name for path in root.iterdir()] == ([found.name] if found else [])
         assert exist(home) == (found is not None)
+        lost = max(lost, (begun - (step_of(found) if found else 0)) / EVERY)
+    measured(record_property, kill_points=LOCAL_COUNT, intervals_lost=lost)

@@ -192,6 +192,46 @@ def test_schedule_fp16_skipping_every_update_is_a_fault(scale: str) -> None:
     assert "precision.max_skipped_updates=3" in fault
 
 
+def overflowing(run: RunConfig) -> list[tuple[bool, bytes]]:
+    """Return of each step whether it updated, and the weights after it; rank 1 has an infinite
+    gradient in step 2.
+    """
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.loop.step import train_step
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        parts = assemble(run, world, splits_of(run))
+        parameters = [*parts.state.chunks[0].parameters()]
+        config = parts.state.chunks[0].config
+        finalize = config.finalize_model_grads_func
+
+        def poisoned(*args: Any, **more: Any) -> Any:
+            if world.rank == 1 and parts.state.step == 1:
+                parameters[0].main_grad.view(-1)[0] = math.inf
+            return finalize(*args, **more)
+
+        config.finalize_model_grads_func = poisoned
+        found = []
+        for _ in range(3):
+            updated = train_step(parts, stop_requested=False).updated
+            weights = (one.detach().float().numpy().tobytes() for one in parameters)
+            found.append((updated, b"".join(weights)))
+        return found
+
+
+def test_schedule_fp16_overflow_of_one_rank_skips_on_all() -> None:
+    run = tiny_run(ranks=2, model={"num_layers": 1}, dtype="fp16")
+    precision = PrecisionConfig(dtype="fp16", initial_loss_scale=16.0)
+    run = run.model_copy(update={"precision": precision})
+    first, other = run_ranks(2, overflowing, run)
+    assert first == other
+    assert [updated for updated, _ in first] == [True, False, True]
+    weights = [held for _, held in first]
+    assert weights[0] == weights[1]
+    assert weights[1] != weights[2]
+
+
 def test_schedule_skipped_metrics_are_json_after_resume(tmp_path: Path) -> None:
     run = half(3, initial_loss_scale=2.0**40)
     file = tmp_path / "metrics.jsonl"

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.faults.promises import Record, differing, measured
+from tests.support import save_moments
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.launched import Launched, mtrain
 from tests.support.patience import patient, slowness
@@ -73,7 +76,7 @@ def _end(process: Launched, ranks: list[psutil.Process]) -> str:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))]
 )
 def test_interrupted_run_killed_rank_resumes_bitwise(
-    seed: int, uninterrupted: Path, tmp_path: Path
+    seed: int, uninterrupted: Path, tmp_path: Path, record_property: Record
 ) -> None:
     dice = random.Random(seed)
     victim = dice.randrange(2)
@@ -86,6 +89,7 @@ def test_interrupted_run_killed_rank_resumes_bitwise(
     ranks[victim].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     output = _end(process, ranks)
+    measured(record_property, dead_rank_s=time.monotonic() - killed)
     assert time.monotonic() - killed < patient(30)
     assert process.returncode == 5, output
     assert f"rank {victim} was ended by SIGKILL" in output
@@ -93,11 +97,19 @@ def test_interrupted_run_killed_rank_resumes_bitwise(
     done = mtrain(*RUN, "checkpoint.resume=latest", cwd=tmp_path)
     lived_s = time.monotonic() - process.began
     assert done.returncode == 0, done.stderr
-    assert _losses(run) == _losses(uninterrupted)
-    assert _shards(run) == _shards(uninterrupted)
+    _compare(run, uninterrupted, record_property)
     ends = _accounted(run, lived_s)
     assert ends == [("failed", f"rank {victim} was ended by SIGKILL"), ("finished", "")]
     assert "goodput " in done.stdout
+
+
+def _compare(run: Path, uninterrupted: Path, record: Record) -> None:
+    """Require the losses and the state of the run without interruptions."""
+    expected = _shards(uninterrupted)
+    found = _shards(run)
+    measured(record, states=1, differing=differing(found, expected))
+    assert _losses(run) == _losses(uninterrupted)
+    assert found == expected
 
 
 def _accounted(run: Path, lived_s: float) -> list[tuple[str, str]]:
@@ -113,7 +125,9 @@ def _accounted(run: Path, lived_s: float) -> list[tuple[str, str]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [0, 20])
-def test_interrupted_run_killed_launcher_leaves_an_account(steps: int, tmp_path: Path) -> None:
+def test_interrupted_run_killed_launcher_resumes_bitwise(
+    steps: int, uninterrupted: Path, tmp_path: Path, record_property: Record
+) -> None:
     process = Launched(*RUN, cwd=tmp_path)
     run = tmp_path / "runs/run"
     wait_for(lambda: len(metrics(run)) > steps or process.poll() is not None)
@@ -125,17 +139,20 @@ def test_interrupted_run_killed_launcher_leaves_an_account(steps: int, tmp_path:
     lived_s = time.monotonic() - process.began
     assert again.returncode == 0, again.said
     assert _accounted(run, lived_s) == [("killed", ""), ("finished", "")]
+    _compare(run, uninterrupted, record_property)
 
 
 def test_interrupted_run_stop_saves_and_resume_continues(
-    uninterrupted: Path, tmp_path: Path
+    uninterrupted: Path, tmp_path: Path, record_property: Record
 ) -> None:
     process = Launched(*RUN, cwd=tmp_path)
     run = tmp_path / "runs/run"
     wait_for(lambda: len(metrics(run)) > 10 or process.poll() is not None)
     ranks = process.ranks()
+    stopped = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and every rank
     output = _end(process, ranks)
+    measured(record_property, stop_s=time.monotonic() - stopped)
     assert process.returncode == 75, output
     assert "checkpoint.resume=latest" in output
     stopped_at = metrics(run)[-1]["step"]
@@ -144,35 +161,57 @@ def test_interrupted_run_stop_saves_and_resume_continues(
     done = mtrain("resume", str(run), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"step {stopped_at}," in done.stdout
-    assert _losses(run) == _losses(uninterrupted)
-    assert _shards(run) == _shards(uninterrupted)
+    _compare(run, uninterrupted, record_property)
 
 
 @pytest.mark.full
-def test_interrupted_run_second_stop_keeps_checkpoints(tmp_path: Path) -> None:
-    process = Launched(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
+@pytest.mark.parametrize("moment", ["in a step", "in a save"])
+def test_interrupted_run_second_stop_keeps_checkpoints(
+    moment: str, tmp_path: Path, record_property: Record
+) -> None:
+    def patch() -> None:
+        if moment == "in a save":
+            save_moments.use("before the rename", 2 * INTERVAL, save_moments.WAIT)
+
+    words = [*RUN, "checkpoint.async_save=false"]
+    if moment == "in a step":
+        words.append("trainer.train_iters=100000")
+    process = Launched(*words, cwd=tmp_path, patch=patch)
     run = tmp_path / "runs/run"
-    wait_for(
-        lambda: (
-            (run / f"checkpoints/step_{INTERVAL:08d}/manifest.json").exists()
-            or process.poll() is not None
-        )
-    )
+    first = run / f"checkpoints/step_{INTERVAL:08d}/manifest.json"
+    reached = first if moment == "in a step" else tmp_path / "moment"
+    wait_for(lambda: reached.exists() or process.poll() is not None)
+    before = first.read_bytes()
     ranks = process.ranks()
-    for _ in range(2):
-        os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
+    if moment == "in a save":  # else one signal may be handled for both
+        time.sleep(0.2)
+        assert process.poll() is None, "the first stop waits for the save"
+    stopped = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
     output = _end(process, ranks)
+    measured(record_property, second_stop_s=time.monotonic() - stopped)
     assert process.returncode in (75, 130), output
+    if moment == "in a save":
+        assert process.returncode == 130
+        assert first.read_bytes() == before
+        resumed = mtrain("resume", "runs/run", cwd=tmp_path)
+        assert resumed.returncode == 0, resumed.stderr
+        assert f"step {INTERVAL}," in resumed.stdout
     assert list((run / "checkpoints").glob("step_*/manifest.json"))
 
 
-def test_interrupted_run_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+def test_interrupted_run_killed_launcher_leaves_no_rank(
+    tmp_path: Path, record_property: Record
+) -> None:
     process = Launched(*RUN, "trainer.train_iters=100000", cwd=tmp_path)
     wait_for(lambda: len(metrics(tmp_path / "runs/run")) > 2 or process.poll() is not None)
     ranks = process.ranks()
+    killed = time.monotonic()
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(ranks, timeout=patient(30))
+    measured(record_property, orphans_s=time.monotonic() - killed)
     assert not alive
 
 
@@ -234,3 +273,22 @@ def test_interrupted_run_full_disk_keeps_previous_checkpoint(tmp_path: Path) -> 
         cwd=tmp_path,
     )
     assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("left", ["one byte", "half", "none"])
+def test_interrupted_run_cut_checkpoint_gives_way_to_earlier(
+    left: str, uninterrupted: Path, tmp_path: Path, record_property: Record
+) -> None:
+    shutil.copytree(uninterrupted.parent, tmp_path / "runs")
+    run = tmp_path / "runs/run"
+    shard = run / f"checkpoints/step_{STEPS:08d}/rank_00001.safetensors"
+    size = shard.stat().st_size
+    os.truncate(shard, {"one byte": size - 1, "half": size // 2, "none": 0}[left])
+    refused = mtrain("resume", "runs/run", cwd=tmp_path)
+    assert refused.returncode == 4
+    assert str(shard.relative_to(tmp_path)) in refused.stderr
+    earlier = f"runs/run/checkpoints/step_{STEPS - INTERVAL:08d}"
+    done = mtrain("resume", earlier, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _compare(run, uninterrupted, record_property)

@@ -1,5 +1,7 @@
-"""`python -m tests.faults [--rows 1,2,5-9 | --third K] [--list]`: the fault matrix, with the
-results of its tests.
+"""`python -m tests.faults [--rows 1,2,5-9 | --third K] [--list]`: the fault matrix, with
+the results of its tests and what they measured of the promises R1 to R8.
+
+`--soak MINUTES [--seed N]` instead trains a run that loses a process every minute.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.matrix import PARTS, ROOT, Row, gone, gpu_only, numbers_of, rows, third
+from tests.faults.matrix import PARTS, ROOT, Row, gone, gpu_only, in_brief, numbers_of, rows, third
+from tests.faults.promises import MEASURES, report
 
 PASSED = "passed"
 FAILED = "failed"
@@ -31,6 +34,8 @@ class Result:
     test: str
     outcome: str
     seconds: float
+    values: dict[str, float] = field(default_factory=dict)
+    """Numbers that it measured, by the keys of `MEASURES`."""
 
 
 def main() -> int:
@@ -39,12 +44,21 @@ def main() -> int:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--rows", type=numbers_of, help="rows, such as 1,2,5-9; all")
     chosen.add_argument(
-        "--third", type=int, choices=range(1, PARTS + 1), help="the rows of a third of the matrix"
+        "--third",
+        type=int,
+        choices=range(1, PARTS + 1),
+        help="the rows of a third of the matrix, in a few minutes: without the longest tests",
     )
     parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="one kill per minute")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills of a soak")
     given = parser.parse_args()
+    if given.soak:
+        return _soak(given.soak, given.seed)
     numbers = third(given.third) if given.third else given.rows
     some = [row for row in rows() if numbers is None or row.row in numbers]
+    if given.third:
+        some = [in_brief(row) for row in some]
     tests = list(dict.fromkeys(test for row in some for test in row.tests))
     if missing := gone(tests):
         print("\n".join(f"there is no test {test}" for test in missing))
@@ -62,9 +76,36 @@ def main() -> int:
     print(f"\n{len(some)} faults: {counted}")
     if not given.list:
         print(f"{_counts(results)}, {time.monotonic() - begun:.0f} s in all")
+    lines, held = _promises(results)
+    if not given.list:
+        print("", *lines, sep="\n")
     for test in lost:
         print(f"pytest gave no result of {test}")
-    return int(bool(lost) or any(result.outcome == FAILED for result in results))
+    return int(bool(lost) or not held or any(result.outcome == FAILED for result in results))
+
+
+def _promises(results: Iterable[Result]) -> tuple[list[str], bool]:
+    """Return the lines of R1 to R8, from what passing tests measured, and whether all hold."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for key, value in result.values.items():
+            values[key].append(value)
+    return report(values)
+
+
+def _soak(minutes: float, seed: int) -> int:
+    """Soak, and print the figures; return 1 if a requirement was not met."""
+    from tests.faults.soak import Soak
+
+    with tempfile.TemporaryDirectory() as folder:
+        soaked = Soak(Path(folder), minutes, seed, print).run()
+    for name, value in soaked.figures.items():
+        print(f"  {name}: {value:.6g}")
+    for problem in soaked.problems:
+        print(f"wrong: {problem}")
+    print(f"soak of {minutes:g} minutes, seed {seed}: {len(soaked.kills)} kills, ", end="")
+    print(f"{len(soaked.problems)} requirements not met")
+    return int(bool(soaked.problems))
 
 
 def _run(tests: list[str]) -> list[Result] | None:
@@ -92,7 +133,12 @@ def _read(file: Path) -> list[Result]:
         if tags & {"failure", "error"}:
             outcome = FAILED
         test = f"{path}.py::{case.attrib['name']}"
-        found.append(Result(test, outcome, float(case.attrib["time"])))
+        values = {
+            one.attrib["name"]: float(one.attrib["value"])
+            for one in case.iter("property")
+            if one.attrib["name"] in MEASURES
+        }
+        found.append(Result(test, outcome, float(case.attrib["time"]), values))
     return found
 
 

@@ -50,6 +50,14 @@ def gpu_only() -> list[str]:
     return list(own_yaml(FILE)["gpu"])
 
 
+def in_brief(row: Row) -> Row:
+    """Return a row without its longest tests, or with a few of their cases: see `brief` in the
+    file.
+    """
+    instead = own_yaml(FILE)["brief"]
+    return replace(row, tests=tuple(one for test in row.tests for one in instead.get(test, [test])))
+
+
 def third(part: int) -> list[int]:
     """Return the numbers of the rows in part 1, 2 or 3.
 

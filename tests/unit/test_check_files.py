@@ -345,6 +345,7 @@ def test_check_corpus_is_compared_with_checkpoint(tmp_path: Path) -> None:
     tokenizer.write_text(json.dumps({**TOKENIZER, "version": "1.1"}))
     with pytest.raises(ConfigError, match="the tokenizer is not the one"):
         check.run(resume)
+    assert check.run([*resume, "checkpoint.accept_changes=true"]) == 0
     tokenizer.write_text(json.dumps(TOKENIZER))
     corpus(prefix, largest=3999)
     with pytest.raises(ConfigError, match="the corpus is not the one"):

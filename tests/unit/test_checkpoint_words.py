@@ -228,3 +228,48 @@ def test_checkpoint_copy_of_damage_leaves_nothing(
     assert str(step_of(home, 3) / SHARD) in found
     assert not Path("archive").exists()
     assert not list(Path().glob(".copying*"))
+
+
+@pytest.mark.parametrize("name", ["rank_00007.safetensors", "notes.txt", ".metadata"])
+def test_checkpoint_verify_names_a_further_file(
+    name: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (step_of(home, 3) / name).write_bytes(b"of somebody else")
+    assert f"{name} does not belong to the checkpoint" in said(capsys, "verify", str(home), code=4)
+
+
+class Killed(BaseException):
+    """The end of a process between two calls."""
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_checkpoint_saved_again_replaces_the_old_one_whole(
+    renames: int, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = step_of(home, 3)
+    old = folder.parse_manifest(final)
+    draft = folder.draft_of(final.parent, 3)
+    shutil.copytree(final, draft)
+    body = {key: value for key, value in old.items() if key not in ("format", "sha256")}
+    body["state"] = body["state"] | {"schedule_steps": 99}
+    rename = Path.rename
+    made: list[None] = []
+
+    def renamed(self: Path, target: Path) -> Path:
+        if len(made) == renames:
+            raise Killed
+        made.append(None)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", renamed)
+        if renames < 2:
+            with pytest.raises(Killed):
+                folder.commit(draft, final, body)
+        else:
+            folder.commit(draft, final, body)
+    folder.sweep(final.parent)
+    expected = 99 if renames == 2 else old["state"]["schedule_steps"]
+    found = folder.read_manifest(final, verify=True)
+    assert found["state"]["schedule_steps"] == expected
+    assert all(path.name.startswith("step_") for path in final.parent.iterdir())

@@ -124,6 +124,19 @@ def test_corpora_missing_or_swapped_file_is_reported(made: Path, tmp_path: Path)
     assert data("verify", tmp_path / "c", "manifest=false", "vocab_size=300") == 4
 
 
+def test_corpora_negative_id_is_named_with_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = np.zeros(64, np.int64)
+    tokens[30] = -1
+    with IndexedWriter(tmp_path / "c", np.dtype("<i4")) as writer:
+        writer.add(tokens, np.array([20, 20, 24]))
+    assert data("verify", tmp_path / "c", "manifest=false", "vocab_size=300") == 4
+    said = capsys.readouterr().err
+    assert "token id -1" in said
+    assert "document 1" in said
+
+
 def test_corpora_rewritten_manifest_must_be_true(made: Path, tmp_path: Path) -> None:
     for end in ENDS:
         shutil.copy(made / f"c{end}", tmp_path / f"c{end}")

@@ -35,6 +35,7 @@ from mtrain.errors import (
 )
 from mtrain.launching.environment import Place, apply, conflicts, environment
 from mtrain.launching.limits import raise_files
+from mtrain.units import bytes_
 from mtrain.world.heartbeat import heartbeat
 from mtrain.world.rank_env import End, RankEnv
 
@@ -190,6 +191,8 @@ NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
 NO_MEMORY = re.compile(
     r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
 )
+ASKED = re.compile(r"allocate (\d+) bytes")
+LESS_MEMORY = "fewer ranks on this machine, or a smaller trainer.micro_batch_size"
 NO_THREAD = re.compile(
     r"can't start new thread|thread creation failed|resource temporarily unavailable", re.IGNORECASE
 )
@@ -257,13 +260,13 @@ def environment_fault(error: BaseException) -> BadEnvironment | None:
     ):
         kib = addresses // 1024
         return _fault(
-            f"the address space of a process is limited to {kib} KiB (ulimit -v)",
-            "ulimit -v unlimited",
+            f"the address space of a process is limited to {kib} KiB (ulimit -v){_requested(text)}",
+            f"ulimit -v unlimited, or {LESS_MEMORY}",
         )
-    if number == errno.ENOMEM:
+    if number == errno.ENOMEM or (number is None and NO_MEMORY.search(text)):
         return _fault(
-            f"the system gives no more memory: {text}",
-            "fewer ranks on this machine, or a larger limit",
+            f"the system gives no more memory{_requested(text) or f': {text}'}",
+            f"a larger limit, or {LESS_MEMORY}",
         )
     # An OSError with this text may be about a lock that another process holds.
     if number is None and NO_THREAD.search(text):
@@ -290,6 +293,12 @@ def environment_fault(error: BaseException) -> BadEnvironment | None:
             f"unset {match[1]}",
         )
     return None
+
+
+def _requested(text: str) -> str:
+    """Return in words how much memory was refused, if an error tells."""
+    found = ASKED.search(text)
+    return f", and {bytes_(int(found[1]))} more were requested" if found else ""
 
 
 def _fault(what: str, fix: str) -> BadEnvironment:

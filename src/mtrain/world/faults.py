@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from mtrain.world.heartbeat import heartbeat
 
 FORWARD = "forward"
 BACKWARD = "backward"
+SPARE_BYTES = 256 << 20
+"""The memory that a rank may still take after it ran out on purpose: it has to report that."""
+IN_COLLECTIVE_S = 0.1
+"""Seconds in a collective after which a rank dies there."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,25 @@ def _hang() -> None:
 
 
 def _run_out_of_memory() -> None:
-    raise MemoryError
+    import torch
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.empty(2 * SPARE_BYTES, dtype=torch.uint8)
+
+
+def _die_in_collective() -> None:
+    from torch import distributed
+
+    threading.Timer(IN_COLLECTIVE_S, _send(signal.SIGKILL)).start()
+    distributed.barrier()  # the other ranks make another collective
 
 
 KINDS = {
     "kill": Kind(FORWARD, _send(signal.SIGKILL)),
     "kill_backward": Kind(BACKWARD, _send(signal.SIGKILL)),
+    "kill_collective": Kind(FORWARD, _die_in_collective),
     "raise": Kind(FORWARD, _raise),
     "hang": Kind(FORWARD, _hang),
     "stop": Kind(FORWARD, _send(signal.SIGSTOP)),

@@ -36,11 +36,9 @@ def damage(path: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def strangers(path: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return the names of shards, and of files of an index, in the folder that do not belong to the
-    checkpoint.
-    """
-    files = [*path.glob("*.safetensors"), *path.glob("index_*.json")]
-    return sorted(file.name for file in files if file.name not in manifest["files"])
+    """Return the names of everything in the folder that does not belong to the checkpoint."""
+    own = (*manifest["files"], folder.MANIFEST)
+    return sorted(file.name for file in path.iterdir() if file.name not in own)
 
 
 def _files(path: Path, files: dict[str, Any]) -> Iterator[str]:
