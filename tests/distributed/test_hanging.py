@@ -283,16 +283,15 @@ def test_hanging_slow_disk_is_awaited(
     tmp_path: Path, started: list[Launched], limits: Limits
 ) -> None:
     def slowly() -> None:
-        from mtrain import durable
+        sync = os.fsync
 
-        sync = durable.sync
-
-        def slow_sync(path: Path) -> None:
-            if path.suffix == ".safetensors" and os.environ["RANK"] == "1":
+        def slow_sync(descriptor: int) -> None:
+            name = os.readlink(f"/proc/self/fd/{descriptor}")
+            if name.endswith(".safetensors") and os.environ["RANK"] == "1":
                 time.sleep(1.3 * limits.hard_s)
-            sync(path)
+            sync(descriptor)
 
-        durable.sync = slow_sync
+        os.fsync = slow_sync
 
     run = Launched(
         *RUN, *limits.words, "parallel=tp2", "trainer.train_iters=1", cwd=tmp_path, patch=slowly

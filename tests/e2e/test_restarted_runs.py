@@ -46,6 +46,8 @@ FAULTS = {
     "stop@4:0": "rank 0 holds the run up: no progress",
 }
 HANGS = ("hang", "stop")
+ENDS = {"kill": "dead_rank_s", "hang": "hang_s", "stop": "stopped_s"}
+"""Kind of a fault -> what a run with it measures of R5."""
 
 
 def restarts(run: Path) -> list[dict[str, Any]]:
@@ -104,9 +106,9 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     assert known in life["attempts"][0]["why"]
     down_s = life["seconds"]["down"]
     assert down_s > 2 * soft_s
-    ends = {"kill": "dead_rank_s", "hang": "hang_s", "stop": "stopped_s"}
-    if end := ends.get(fault.partition("@")[0]):
-        measured(record_property, **{end: down_s - 2 * soft_s})
+    kind = fault.partition("@")[0]
+    ends = {ENDS[kind]: down_s - 2 * soft_s} if kind in ENDS else {}
+    measured(record_property, **ends)
     if not soft_s:
         again = life["attempts"][1]["seconds"]
         measured(record_property, first_step_s=down_s + again["starting"] + again["loading"])

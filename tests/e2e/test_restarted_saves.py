@@ -66,7 +66,7 @@ def test_restarted_save_killed_at_a_moment_ends_bitwise(
 
 
 @pytest.mark.full
-def test_restarted_save_killed_rank_of_save_under_way_ends_bitwise(
+def test_restarted_save_killed_rank_while_writing_ends_bitwise(
     undisturbed: dict[str, Any], tmp_path: Path, record_property: Record
 ) -> None:
     words = [*RUN, "checkpoint.async_save=true", "--restarts", "1"]

@@ -27,13 +27,14 @@ from tests.faults.pace import STEP_S, pace
 from tests.support.commands import ROOT, environment, latest, metrics
 from tests.support.forked import import_engine
 from tests.support.launched import Launched, mtrain
+from tests.support.patience import slowness
 
 VICTIMS = ("rank", "launcher", "writer")
 MINUTE_S = 60.0
 SHARE = 0.92
 """The share of the time for which steps are planned; restarts take the rest."""
-GOODPUT = 0.9
-"""The least goodput."""
+LOST = 0.1
+"""The largest share of the time that is no goodput, on a machine that does nothing else."""
 APART = 0.01
 """The most by which the causes of `goodput.json` may miss the wall clock."""
 RECOVERY_S = 60.0
@@ -46,6 +47,8 @@ SHORT = 10.0
 ten times as much in three minutes as in thirty.
 """
 RANKS = 4
+INTERVAL = 8
+"""Steps between local checkpoints."""
 RUN = (
     "data=mock",
     "data.seq_length=16",
@@ -62,12 +65,12 @@ RUN = (
 )
 SAVES = (
     "checkpoint.async_save=true",
-    "checkpoint.save_interval=20",
+    "checkpoint.save_interval=40",
     "checkpoint.local_dir=local",
-    "checkpoint.local_interval=4",
+    f"checkpoint.local_interval={INTERVAL}",
 )
-WORST_LOSS = 4 + 2
-"""Steps that a kill may cost: those since the local checkpoint before the one in flight."""
+WORST_LOSS = 2 * INTERVAL
+"""Steps that a kill may cost: the save under way is lost with it."""
 
 
 @dataclass
@@ -319,7 +322,8 @@ class Soak:
             apart <= APART, f"the causes add up to {total_s:.2f} s of {wall_s:.2f} s ({apart:.2%})"
         )
         goodput = life["goodput"]
-        self._require(goodput >= GOODPUT, f"goodput is {goodput:.2%}: {life['seconds']}")
+        most = LOST * slowness()
+        self._require(1 - goodput <= most, f"goodput is {goodput:.2%}: {life['seconds']}")
         self.done.figures |= {
             "wall_s": wall_s,
             "goodput": goodput,
@@ -327,16 +331,16 @@ class Soak:
             "attempts": len(life["attempts"]),
             "steps": life["steps"],
             "steps_again": life["steps_again"],
+            "slowness": slowness(),
         }
 
     def _check_restarts(self) -> None:
         """Require that each restart names its cause, and lost no more than an interval."""
+        words = {"rank": "rank {} was ended by SIGKILL", "writer": "the writer of rank {} ("}
         causes = [
-            f"rank {kill.rank} was ended"
-            if kill.victim == "rank"
-            else f"writer of rank {kill.rank} "
+            words[kill.victim].format(kill.rank)
             for kill in self.done.kills
-            if kill.victim != "launcher" and kill.first_step_s
+            if kill.victim in words and kill.first_step_s
         ]
         noted = restarts(self.home)
         named = [cause in line["error"] for cause, line in zip(causes, noted, strict=False)]
