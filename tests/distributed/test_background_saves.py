@@ -163,7 +163,14 @@ def test_background_save_is_announced_on_all_ranks_at_once(tmp_path: Path) -> No
         pytest.param("kill", 1, 0, "ended with SIGKILL", id="killed before the folder"),
         pytest.param("stop", 9, 1, "was stopped by SIGSTOP", id="stopped"),
         pytest.param("error", 9, 1, "No space left on device", id="disk full"),
-        pytest.param("error", 2, 0, "No space left on device", id="disk full for the folder"),
+        pytest.param(
+            "error",
+            2,
+            0,
+            "No space left on device",
+            id="disk full for the folder",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_background_save_fault_names_the_writer(
@@ -227,6 +234,7 @@ def test_background_save_of_last_step_is_tried_again_at_the_end(tmp_path: Path) 
     assert [*files_of(tmp_path / "checkpoints")] == ["step_00000006"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_background_save_retries_end_without_a_checkpoint(number: int, tmp_path: Path) -> None:
     run = of({"ranks": 1}, async_save=True, retries=1, save_interval=STEPS)

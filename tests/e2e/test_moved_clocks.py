@@ -29,6 +29,7 @@ def jumping() -> None:
     time.time = moved
 
 
+@pytest.mark.full
 def test_moved_clock_changes_no_limit_estimate_or_account(tmp_path: Path) -> None:
     limit_s = 1.5 * slowness()
     words = [*SMALL, f"trainer.train_iters={STEPS}", "parallel=tp2", "log.name=run"]

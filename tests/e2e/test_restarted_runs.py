@@ -139,6 +139,7 @@ def _poisoning() -> None:
     trainer.train_step = poisoned  # type: ignore[assignment]
 
 
+@pytest.mark.full
 def test_restarted_run_without_a_number_continues_before_it(
     undisturbed: dict[str, Any], tmp_path: Path, record_property: Record
 ) -> None:

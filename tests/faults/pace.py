@@ -27,7 +27,7 @@ def pace() -> None:
         meter.paced = time.monotonic()  # type: ignore[attr-defined]
         stepped(meter, *args)
 
-    Meter.stepped = later  # type: ignore[method-assign]
+    Meter.stepped = later  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":
