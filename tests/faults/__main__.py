@@ -17,7 +17,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.matrix import PARTS, ROOT, Row, gone, gpu_only, in_brief, numbers_of, rows, third
+from tests.faults.matrix import (
+    PARTS,
+    ROOT,
+    Row,
+    beyond_rows,
+    gone,
+    gpu_only,
+    in_brief,
+    numbers_of,
+    rows,
+    third,
+)
 from tests.faults.promises import MEASURES, report
 
 PASSED = "passed"
@@ -34,8 +45,8 @@ class Result:
     test: str
     outcome: str
     seconds: float
-    values: dict[str, float] = field(default_factory=dict)
-    """Numbers that it measured, by the keys of `MEASURES`."""
+    values: list[tuple[str, float]] = field(default_factory=list)
+    """Numbers that it measured, with their keys in `MEASURES`."""
 
 
 def main() -> int:
@@ -60,6 +71,8 @@ def main() -> int:
     if given.third:
         some = [in_brief(row) for row in some]
     tests = list(dict.fromkeys(test for row in some for test in row.tests))
+    if numbers is None:
+        tests += beyond_rows()
     if missing := gone(tests):
         print("\n".join(f"there is no test {test}" for test in missing))
         return 1
@@ -85,10 +98,10 @@ def main() -> int:
 
 
 def _promises(results: Iterable[Result]) -> tuple[list[str], bool]:
-    """Return the lines of R1 to R8, from what passing tests measured, and whether all hold."""
+    """Return the lines of R1 to R8, from what tests measured, and whether all hold."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for result in results:
-        for key, value in result.values.items():
+        for key, value in result.values:
             values[key].append(value)
     return report(values)
 
@@ -103,6 +116,9 @@ def _soak(minutes: float, seed: int) -> int:
         print(f"  {name}: {value:.6g}")
     for problem in soaked.problems:
         print(f"wrong: {problem}")
+    pairs = [pair for values in soaked.measured for pair in values.items()]
+    results = [Result("soak", PASSED, minutes * 60, pairs)]
+    print(*(line for line in _promises(results)[0] if "not measured" not in line), sep="\n")
     print(f"soak of {minutes:g} minutes, seed {seed}: {len(soaked.kills)} kills, ", end="")
     print(f"{len(soaked.problems)} requirements not met")
     return int(bool(soaked.problems))
@@ -133,11 +149,11 @@ def _read(file: Path) -> list[Result]:
         if tags & {"failure", "error"}:
             outcome = FAILED
         test = f"{path}.py::{case.attrib['name']}"
-        values = {
-            one.attrib["name"]: float(one.attrib["value"])
+        values = [
+            (one.attrib["name"], float(one.attrib["value"]))
             for one in case.iter("property")
             if one.attrib["name"] in MEASURES
-        }
+        ]
         found.append(Result(test, outcome, float(case.attrib["time"]), values))
     return found
 

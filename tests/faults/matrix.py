@@ -50,6 +50,11 @@ def gpu_only() -> list[str]:
     return list(own_yaml(FILE)["gpu"])
 
 
+def beyond_rows() -> list[str]:
+    """Return the tests of promises that no row covers; they run with the whole matrix only."""
+    return list(own_yaml(FILE)["promises"])
+
+
 def in_brief(row: Row) -> Row:
     """Return a row without its longest tests, or with a few of their cases: see `brief` in the
     file.

@@ -24,6 +24,7 @@ import psutil
 
 from tests.e2e.test_restarted_runs import restarts, result
 from tests.faults.pace import STEP_S, pace
+from tests.faults.promises import differing as values_apart
 from tests.support.commands import ROOT, environment, latest, metrics
 from tests.support.forked import import_engine
 from tests.support.launched import Launched, mtrain
@@ -105,6 +106,8 @@ class Soaked:
 
     kills: list[Kill] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+    measured: list[dict[str, float]] = field(default_factory=list)
+    """Numbers of the promises, by the keys of `MEASURES`."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -149,7 +152,7 @@ class Soak:
     def run(self) -> Soaked:
         """Soak, train the same steps undisturbed, and compare."""
         import_engine()
-        shared = shared_memory()
+        shared = shared_names()
         began = time.monotonic()
         try:
             self._start(*self.words, *SAVES, "--restarts", "1000")
@@ -165,13 +168,13 @@ class Soak:
             self._ended_before(began + self.minutes * MINUTE_S * 3)
             wall_s = time.monotonic() - began
         finally:
-            left = self._mine()
+            left = self.mine()
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         self._require(self.launcher.poll() == 0, f"the run ended with {self.launcher.poll()}")
         self._require(not left, f"processes are left: {left}")
-        leaked = unowned(shared_memory() - shared)
+        leaked = unowned(shared_names() - shared)
         self._require(not leaked, f"shared memory is left: {sorted(leaked)}")
         self._require(not list((self.folder / "local").iterdir()), "local checkpoints are left")
         if self.done.problems:
@@ -180,6 +183,11 @@ class Soak:
         self._check_account(wall_s)
         self._check_restarts()
         self._check_state()
+        for kill in self.done.kills:
+            gone = {"rank": "dead_rank_s", "launcher": "orphans_s", "writer": "writer_s"}
+            if kill.first_step_s:
+                values = {gone[kill.victim]: kill.gone_s, "first_step_s": kill.first_step_s}
+                self.done.measured.append(values)
         return self.done
 
     def _require(self, holds: bool, problem: str) -> None:
@@ -194,7 +202,7 @@ class Soak:
         self.sessions.append(self.launcher.pid)
         self.tallies.append(Tally())
 
-    def _mine(self) -> list[psutil.Process]:
+    def mine(self) -> list[psutil.Process]:
         """Return the living processes of all launchers so far."""
         found = []
         for process in psutil.process_iter():
@@ -262,7 +270,7 @@ class Soak:
         kill = Kill(victim, rank, time.monotonic() - began)
         os.kill(pid, signal.SIGKILL)
         if victim == "launcher":
-            self._wait(lambda: not self._mine(), "the end of a killed launcher's processes")
+            self._wait(lambda: not self.mine(), "the end of a killed launcher's processes")
             kill.gone_s = time.time() - moment
             self.launcher.poll()
             self._start("resume", "runs/run")
@@ -324,6 +332,7 @@ class Soak:
         goodput = life["goodput"]
         most = LOST * slowness()
         self._require(1 - goodput <= most, f"goodput is {goodput:.2%}: {life['seconds']}")
+        self.done.measured.append({"goodput": goodput})
         self.done.figures |= {
             "wall_s": wall_s,
             "goodput": goodput,
@@ -350,6 +359,7 @@ class Soak:
         lost = [line["steps_lost"] for line in noted]
         self._require(max(lost, default=0) <= WORST_LOSS, f"steps lost: {lost}")
         self.done.figures |= {"named": sum(named), "most_steps_lost": max(lost, default=0)}
+        self.done.measured.append({"kills_named": sum(named), "misnamed": named.count(False)})
 
     def _check_state(self) -> None:
         """Train the same steps without faults, at full speed, and compare the bits."""
@@ -363,6 +373,7 @@ class Soak:
         found = result(self.home, self.steps)
         differing = [name for name in expected if expected[name] != found[name]]
         self._require(not differing, f"the run without faults has another {differing}")
+        self.done.measured.append({"states": 1, "differing": values_apart(found, expected)})
         self.done.figures["shards_equal"] = sum(
             found["shards"].get(name) == value for name, value in expected["shards"].items()
         )
@@ -375,7 +386,7 @@ def _epoch(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def shared_memory() -> set[str]:
+def shared_names() -> set[str]:
     """Return the files of /dev/shm and the segments of System V."""
     names = {str(path) for path in Path("/dev/shm").glob("*")}
     with suppress(OSError):

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from tests.faults.matrix import PARTS, gone, gpu_only, numbers_of, rows, third
+from tests.faults.matrix import PARTS, beyond_rows, gone, gpu_only, numbers_of, rows, third
 
 
 def test_faults_matrix_has_forty_whole_rows() -> None:
@@ -22,6 +22,7 @@ def test_faults_matrix_has_forty_whole_rows() -> None:
 
 def test_faults_named_tests_exist() -> None:
     assert gone(test for row in rows() for test in row.tests) == []
+    assert gone(beyond_rows()) == []
 
 
 def test_faults_renamed_test_is_noticed() -> None:
