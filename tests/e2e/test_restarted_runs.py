@@ -92,6 +92,8 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     done = mtrain(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (noted,) = restarts(tmp_path / "runs/run")
+    wrong = noted["rank"] != int(fault[-1])
+    measured(record_property, kills_named=not wrong, misnamed=wrong)
     assert noted["error"].startswith(FAULTS[fault])
     assert noted["rank"] == int(fault[-1])
     assert (noted["step"], noted["checkpoint"]) == (4, "checkpoints/step_00000002")

@@ -34,6 +34,8 @@ from tests.faults.promises import MEASURES, report
 PASSED = "passed"
 FAILED = "failed"
 SKIPPED = "skipped"
+SLOWEST = 10
+"""Tests whose times are printed."""
 RAN = (0, 1)
 """Exit codes of pytest after all tests were run."""
 
@@ -83,6 +85,8 @@ def main() -> int:
     lost = [] if given.list else [test for test in tests if not _of(test, results)]
     for row in some:
         _print(row, None if given.list else results)
+    for one in sorted(results, key=lambda result: -result.seconds)[:SLOWEST]:
+        print(f"{one.seconds:6.1f} s  {one.test}")
     print("Only a GPU can show:", *(f"  {fault}" for fault in gpu_only()), sep="\n")
     states = Counter(row.state for row in some)
     counted = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))

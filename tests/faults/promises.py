@@ -63,7 +63,7 @@ MEASURES = {
     "silent": Measure("R3", "of them loaded without a word", 0),
     "kill_points": Measure("R4", "kill points"),
     "intervals_lost": Measure("R4", "intervals lost", 1),
-    "kills_named": Measure("R5", "killed ranks that were named"),
+    "kills_named": Measure("R5", "failures whose first rank was named"),
     "misnamed": Measure("R5", "failures that name another rank", 0),
     "dead_rank_s": Measure("R5", "from the death of a rank to the end", 2.0, "s", timed=True),
     "hang_s": Measure("R5", "from the time limit to the end of a hang", 5.0, "s", timed=True),

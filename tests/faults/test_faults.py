@@ -7,7 +7,17 @@ from itertools import chain
 
 import pytest
 
-from tests.faults.matrix import PARTS, beyond_rows, gone, gpu_only, numbers_of, rows, third
+from tests.faults.matrix import (
+    PARTS,
+    beyond_rows,
+    gone,
+    gpu_only,
+    in_brief,
+    numbers_of,
+    rows,
+    third,
+)
+from tests.faults.promises import report
 
 
 def test_faults_matrix_has_forty_whole_rows() -> None:
@@ -36,6 +46,29 @@ def test_faults_thirds_have_each_row_once() -> None:
     parts = [third(part) for part in range(1, PARTS + 1)]
     assert [*chain(*parts)] == [row.row for row in rows()]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_faults_brief_row_has_some_of_its_tests() -> None:
+    for row in rows():
+        short = in_brief(row)
+        assert gone(short.tests) == []
+        assert bool(short.tests) == bool(row.tests), row.row
+        cases = {test.partition("[")[0] for test in row.tests}
+        assert {test.partition("[")[0] for test in short.tests} <= cases
+    assert sum(len(in_brief(row).tests) for row in rows()) < sum(len(row.tests) for row in rows())
+
+
+def test_faults_promise_beyond_its_limit_is_broken() -> None:
+    good = {"dead_rank_s": [0.5, 1.0], "kill_points": [20.0, 9.0], "goodput": [0.95]}
+    lines, held = report(good)
+    assert held
+    assert any("kill points: 29" in line for line in lines)
+    assert any("the end: 1 s (at most 2; 2 measured)" in line for line in lines)
+    assert any("damaged files: not measured" in line for line in lines)
+    for key, value in (("misnamed", 1.0), ("goodput", 0.8), ("dead_rank_s", 1e6)):
+        lines, held = report(good | {key: [value]})
+        assert not held
+        assert sum(line.endswith("BROKEN") for line in lines) == 1
 
 
 def test_faults_rows_are_chosen_by_number() -> None:
