@@ -135,7 +135,7 @@ def _poisoning() -> None:
         mark = Path("poisoned")
         if parts.state.step == 3 and parts.world.rank == 1 and not mark.exists():
             mark.touch()
-            next(parts.state.chunks[0].parameters()).data.fill_(float("nan"))
+            [*parts.state.chunks[0].parameters()][-1].data.fill_(float("nan"))
         return step.train_step(parts, **more)
 
     trainer.train_step = poisoned  # type: ignore[assignment]

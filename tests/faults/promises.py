@@ -67,7 +67,7 @@ MEASURES = {
     "misnamed": Measure("R5", "failures that name another rank", 0),
     "dead_rank_s": Measure("R5", "from the death of a rank to the end", 2.0, "s", timed=True),
     "hang_s": Measure("R5", "from the time limit to the end of a hang", 5.0, "s", timed=True),
-    "stopped_s": Measure("R5", "from the limit to the end of SIGSTOP", 10.0, "s", timed=True),
+    "stopped_s": Measure("R5", "from the limit to the end of SIGSTOP", 5.0, "s", timed=True),
     "writer_s": Measure("R5", "from the fault of a writer to the error", 5.0, "s", timed=True),
     "orphans_s": Measure("R5", "until no process of a killed launcher is left", 10.0, "s"),
     "stop_s": Measure("R6", "from SIGTERM to exit 75, saved", 5.0, "s", timed=True),
