@@ -263,10 +263,9 @@ def environment_fault(error: BaseException) -> BadEnvironment | None:
             f"the address space of a process is limited to {kib} KiB (ulimit -v){_requested(text)}",
             f"ulimit -v unlimited, or {LESS_MEMORY}",
         )
-    if number == errno.ENOMEM or (number is None and NO_MEMORY.search(text)):
+    if number == errno.ENOMEM:
         return _fault(
-            f"the system gives no more memory{_requested(text) or f': {text}'}",
-            f"a larger limit, or {LESS_MEMORY}",
+            f"the system gives no more memory: {text}", f"a larger limit, or {LESS_MEMORY}"
         )
     # An OSError with this text may be about a lock that another process holds.
     if number is None and NO_THREAD.search(text):
