@@ -512,10 +512,3 @@ class _Stage:
         self._batch.clear()
         self._batch_bytes = 0
         self._writer.channel.send({"copied": self._at})
-
-
-def free_share(available: Callable[[], int], ranks_here: int) -> Callable[[], int]:
-    """Return a function that returns the part of free host memory that one of the ranks on this
-    machine may take for copies: half of its share.
-    """
-    return lambda: available() // (2 * max(1, ranks_here))
