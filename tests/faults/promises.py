@@ -101,17 +101,21 @@ def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> int:
     return count
 
 
-def report(values: Mapping[str, list[float]]) -> tuple[list[str], bool]:
-    """Return the lines of all promises, and whether every measured one was held."""
+def report(values: Mapping[str, list[float]], *, missing: bool = True) -> tuple[list[str], bool]:
+    """Return the lines of all promises, and whether every measured one was held.
+
+    Without `missing`, only what was measured has lines.
+    """
     lines = []
     held = True
     for promise, text in PROMISES.items():
-        lines.append(f"{promise}  {text}")
-        for key, measure in MEASURES.items():
-            if measure.promise == promise:
-                line, fine = _line(measure, values.get(key, []))
-                lines.append(line)
-                held &= fine
+        keys = [key for key, measure in MEASURES.items() if measure.promise == promise]
+        own = [
+            _line(MEASURES[key], values.get(key, [])) for key in keys if missing or key in values
+        ]
+        if own:
+            lines += [f"{promise}  {text}", *(line for line, _ in own)]
+        held &= all(fine for _, fine in own)
     return lines, held
 
 
