@@ -69,7 +69,9 @@ MEASURES = {
     "hang_s": Measure("R5", "from the time limit to the end of a hang", 5.0, "s", timed=True),
     "stopped_s": Measure("R5", "from the limit to the end of SIGSTOP", 5.0, "s", timed=True),
     "writer_s": Measure("R5", "from the fault of a writer to the error", 5.0, "s", timed=True),
-    "orphans_s": Measure("R5", "until no process of a killed launcher is left", 10.0, "s"),
+    "orphans_s": Measure(
+        "R5", "until no process of a killed launcher is left", 10.0, "s", timed=True
+    ),
     "stop_s": Measure("R6", "from SIGTERM to exit 75, saved", 5.0, "s", timed=True),
     "second_stop_s": Measure("R6", "from a second SIGTERM to the end", 2.0, "s", timed=True),
     "first_step_s": Measure("R7", "from a failure to the next step", 10.0, "s", timed=True),
