@@ -27,8 +27,9 @@ from mtrain.config.compose.dump import run_yaml
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadPlace, ConfigError, CorruptData, Preempted, TrainingError
-from mtrain.launching import downloads, uploads
+from mtrain.launching import downloads, resume, uploads
 from mtrain.launching.uploads import Claim, claimed, note, uploading
+from mtrain.loading import checkpoints
 from tests.support.configs import LAPTOP, errors, refusals, tiny
 from tests.support.saved import committed
 
@@ -316,6 +317,32 @@ def test_download_takes_a_named_step_and_refuses_none() -> None:
         brought(f"{URL}/step_00000007")
     with pytest.raises(ConfigError, match="MT502"):
         brought("memory://bucket/nothing")
+
+
+def test_download_gives_weights_and_model_to_a_new_run(store: Any) -> None:
+    uploaded(home_with(1, name="mine"))
+    composed = checkpoints.composed([f"checkpoint.init_from={URL}"])
+    assert composed.run.model is not None
+    assert composed.run.model.hidden_size == 64
+    assert composed.choices["model"] == f"{URL}/step_00000001/run.yaml"
+    run = run_of(checkpoint__init_from=URL)
+
+    def start(run: RunConfig) -> Path | None:
+        found = downloads.brought(run, launch=None, restarted=None, say=lambda _: None)
+        return resume.weights_of(found)
+
+    weights = start(run)
+    assert weights is not None
+    assert weights.name == "step_00000001"
+    uploaded(home_with(2, name="mine"), begun=1)
+    # A start that may resume stays with what an earlier one took; a new run takes the newest.
+    again = start(_resuming(run, "auto"))
+    assert again == weights
+    newest = start(run)
+    assert newest is not None
+    assert newest.name == "step_00000002"
+    with pytest.raises(ConfigError, match=r"MT502.*checkpoint\.init_from"):
+        start(run_of(checkpoint__init_from="memory://bucket/nothing"))
 
 
 def test_download_keeps_whole_files_of_an_interrupted_one(

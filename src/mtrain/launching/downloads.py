@@ -1,12 +1,15 @@
-"""The checkpoint of an object store that a run continues from, downloaded into its run folder.
+"""The checkpoint of an object store that a run continues or starts from, downloaded before ranks
+start.
 
 A folder of the run on this machine goes on, if there is one; else one is made, with the
-configuration of the checkpoint. A download that was interrupted takes up the files that are whole.
-Every byte has been compared before the checkpoint appears.
+configuration of the checkpoint. Weights to start from get a folder below that of the runs. A
+download that was interrupted takes up the files that are whole. Every byte has been compared before
+the checkpoint appears.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 import shutil
@@ -26,6 +29,9 @@ from mtrain.launching.uploads import KEY, note, noted, reached
 from mtrain.object_store import is_remote
 
 RESUME = "checkpoint.resume"
+START = "checkpoint.init_from"
+WEIGHTS = ".weights"
+"""The folder, in that of the runs, with the checkpoints that runs have started from."""
 LATEST = "latest"
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,200}")
 
@@ -45,6 +51,8 @@ def brought(
         BadEnvironment, BadPlace: the store or the disk refuses.
     """
     how = folder.resume_of(run, restarted)
+    if run.checkpoint.init_from is not None and is_remote(run.checkpoint.init_from):
+        run = _with_weights(run, run.checkpoint.init_from, say, again=how is not None)
     if how is not None and is_remote(how):
         return _resumed(run, how, RESUME, say, named=True)
     remote = run.checkpoint.remote
@@ -61,6 +69,40 @@ def brought(
     return run
 
 
+def _with_weights(
+    run: RunConfig, url: str, say: Callable[[str], None], *, again: bool
+) -> RunConfig:
+    """Return a run that starts from a folder with the newest checkpoint of an address, or with the
+    one that it names; `again`: a start that may resume keeps what an earlier one took.
+    """
+    digest = hashlib.sha256(url.encode()).hexdigest()[:8]
+    label = re.sub(r"[^\w.+-]", "-", url.rstrip("/").rpartition("/")[2])
+    home = user_path(run.log.runs_dir) / WEIGHTS / f"{label}-{digest}"
+    if not (again and ckpt_folder.committed(home / CHECKPOINTS)):
+        with reached(START, url):
+            newest = Place(url).newest()
+            if newest is None:
+                raise nothing_at(START, url)
+            with folder.owned(home, run):
+                taken = _download(newest, home, say)
+                # The newest here is what runs start from.
+                for other in ckpt_folder.folders(home / CHECKPOINTS):
+                    if other.name != taken.name and not ckpt_folder.is_read(other):
+                        shutil.rmtree(other, ignore_errors=True)
+    return _with(run, init_from=str(home))
+
+
+def _with(run: RunConfig, **keys: Any) -> RunConfig:
+    section = run.checkpoint.model_copy(update=keys)
+    return run.model_copy(update={"checkpoint": section})
+
+
+def nothing_at(key: str, url: str) -> ConfigError:
+    """Return the error of an address without a committed checkpoint."""
+    rule = f"cannot continue because {url} has no committed checkpoint"
+    return ConfigError.of("MT502", key, url, rule, f"leave out {key}")
+
+
 def _resumed(
     run: RunConfig, url: str, key: str, say: Callable[[str], None], *, named: bool = False
 ) -> RunConfig:
@@ -70,8 +112,7 @@ def _resumed(
         if newest is None:
             if not named:
                 return run
-            rule = f"cannot resume because {url} has no committed checkpoint"
-            raise ConfigError.of("MT502", key, url, rule, "leave out checkpoint.resume")
+            raise nothing_at(key, url)
         source = place.url.rpartition("/")[0] if place.is_checkpoint else place.url
         home = _home(run, source, Place(source).owner())
         if home is None:
@@ -80,14 +121,16 @@ def _resumed(
         here = resume.newest(home, [])
         if named or here is None or ckpt_folder.step_of(here) < step:
             with folder.owned(home, run):
+                # Noted first: an interrupted download goes on in this folder.
+                if not noted(home):
+                    note(home, None, "", source=source)
                 here = _download(newest, home, say)
                 ours = run.checkpoint.remote == source
                 identity = secrets.token_hex(8)
                 note(home, source if ours else None, identity, brought=ours, source=source)
     # A named step continues from there; otherwise what is newest decides, also a local one.
     target = here if named and place.is_checkpoint else home
-    section = run.checkpoint.model_copy(update={"resume": str(target)})
-    return run.model_copy(update={"checkpoint": section})
+    return _with(run, resume=str(target))
 
 
 def _home(run: RunConfig, source: str, owner: Mapping[str, Any]) -> Path | None:

@@ -117,6 +117,10 @@ def starting_weights(run: RunConfig) -> Iterator[Finding]:
     start = run.checkpoint.init_from
     if start is None:
         return
+    if is_remote(start):
+        if why := unusable(start):
+            yield Finding("MT436", START, why, each(START, [None]))
+        return
     path = user_path(start)
     files = (RUN_FILE, MANIFEST, "config.json")
     # One file tells the three apart: a run's, a checkpoint's, Hugging Face's.

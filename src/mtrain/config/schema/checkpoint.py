@@ -50,9 +50,10 @@ class UnresolvedCheckpoint(Section):
     downloaded first. null: a new run; under a launcher that restarts failed runs, `auto`.
     """
     init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
-    """Weights that a new run starts from: a run or checkpoint folder, or a Hugging Face folder;
-    null: drawn from trainer.seed. If no model is chosen, the model is theirs. Optimizer, schedule
-    and data start at step 0; a resumed run has weights of its own.
+    """Weights that a new run starts from: a run or checkpoint folder, the address of either in an
+    object store, or a Hugging Face folder; null: drawn from trainer.seed. If no model is chosen,
+    the model is theirs. Optimizer, schedule and data start at step 0; a resumed run has weights of
+    its own.
     """
     async_save: Annotated[bool | None, Key(flag="--async-save")] = None
     """Save in the background: each rank copies its state to host memory and goes on, and a process
