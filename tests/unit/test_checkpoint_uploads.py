@@ -409,6 +409,8 @@ def test_uploading_process_goes_on_after_a_kill_and_is_waited_for(
         os.kill(_worker(), signal.SIGKILL)
         home_with(2)
     assert [one.step for one in Place(url).committed()] == [1, 2]
+    # The one after the kill knows what the first has uploaded.
+    assert notes(home) == [(1, "uploaded"), (2, "uploaded")]
     said = capfd.readouterr()
     assert "ended with SIGKILL; another one goes on" in said.err
     assert "waiting for the upload of step_00000002" in said.out

@@ -119,7 +119,11 @@ def _resumed(
             return run
         step = ckpt_folder.step_of(Path(newest.name))
         here = resume.newest(home, [])
-        if named or here is None or ckpt_folder.step_of(here) < step:
+        missing = here is None or ckpt_folder.step_of(here) < step
+        # Whoever starts again by itself finds its folder, and waits until it is free.
+        if not missing and not named and run.checkpoint.resume != LATEST:
+            return run
+        if named or missing:
             with folder.owned(home, run):
                 # Noted first: an interrupted download goes on in this folder.
                 if not noted(home):

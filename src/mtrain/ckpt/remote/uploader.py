@@ -47,7 +47,6 @@ RETRY_S = 1.0
 """The pause before the first further try; each one after it is twice as long."""
 LONGEST_RETRY_S = 60.0
 NICE = 10
-NO_MORE = "end"
 SILENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals for the run: its launcher says when uploads end."""
 
@@ -173,10 +172,11 @@ class Uploader:
         if self._known:
             return
         for one in place.checkpoints():
-            if one.step > self.begun:
-                self._left.add(one.name)
-            elif self._is_whole(place, one):
+            # First: a process that was killed has uploaded later ones of this course.
+            if self._is_whole(place, one):
                 self._there.add(one.name)
+            elif one.step > self.begun:
+                self._left.add(one.name)
         if self.policy.best and (size := place.size_of(EVALUATIONS)) is not None and size:
             with suppress(ValueError, AttributeError, TypeError):
                 noted = json.loads(place.read(EVALUATIONS))
@@ -184,7 +184,7 @@ class Uploader:
         self._known = True
 
     def _is_whole(self, place: Place, one: Remote) -> bool:
-        """Return whether an earlier start has uploaded a checkpoint of the run folder."""
+        """Return whether a checkpoint of the run folder has been uploaded before."""
         path = self.home / CHECKPOINTS / one.name
         if not one.is_committed or not folder.is_checkpoint(path):
             return False
