@@ -71,7 +71,10 @@ def reached(key: str, url: str) -> Iterator[None]:
         yield
     except BadEnvironment as error:
         why, *more = str(error).split("\n")
-        fix = next((line.removeprefix("  fix: ") for line in more), f"another {key}")
+        fix = next((line.removeprefix("  fix: ") for line in more), "")
+        # Of a request: the cause may be the network, too.
+        if not fix.startswith(("pip", "create")):
+            fix = f"credentials that the store's library finds in the environment, or another {key}"
         raise BadPlace.of("MT489", key, url, why, fix) from None
 
 
