@@ -65,7 +65,8 @@ def test_remote_run_stopped_on_request_uploads_its_last_state(tmp_path: Path) ->
     store = f"file://{tmp_path}/store/run"
     words = (*RUN, "trainer.train_iters=100000", "checkpoint.save_interval=0")
     run = Launched(*words, f"checkpoint.remote={store}", cwd=tmp_path)
-    wait_for(lambda: "step 3/" in run.said)
+    made = tmp_path / "runs/run/metrics.jsonl"
+    wait_for(lambda: made.is_file() and len(made.read_text().splitlines()) > 2)
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait() == 75
     (saved,) = (tmp_path / "runs/run/checkpoints").iterdir()

@@ -20,8 +20,8 @@ from tests.support.loopback_store import saved_at
 PACKAGES = ROOT / ".moto-5.2"
 SECRET = "canary-of-the-store"
 RUN = (*SMALL, "parallel=single", "checkpoint.save_interval=2", "log.name=run")
-KILLS = 12
-"""More requests that write or delete than the upload of a checkpoint takes."""
+KILLS = 13
+"""Points before and after each request that writes or deletes, and one that is not reached."""
 URL = "s3://bucket/killed"
 
 

@@ -67,8 +67,8 @@ def test_checkpoint_s3_run_continues_on_another_machine() -> None:
     assert code == 4, said
     assert "rank_00000.safetensors" in said
     codes = [one[0] for one in found["killed"]]
-    # The last points lie behind the last request.
-    assert codes[0] == -9
+    # The last point lies behind the last request.
+    assert set(codes[:-1]) == {-9}
     assert codes[-1] == 0
     for code, complete, whole, after, damage in found["killed"]:
         assert complete in ([1], [1, 2], [2]), code

@@ -105,7 +105,7 @@ def interrupted(patch: pytest.MonkeyPatch, error: type[BaseException], *numbers:
     patch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
 
 
-def test_upload_sends_newest_first_and_keeps_what_run_keeps() -> None:
+def test_uploads_send_newest_first_and_keep_what_the_run_keeps() -> None:
     home = home_with(1, 2, 3, 4)
     assert uploaded(home, Policy(2, 3)) == {"missing": None, "why": ""}
     assert notes(home) == [(4, "uploaded"), (3, "uploaded")]
@@ -120,7 +120,7 @@ def test_upload_sends_newest_first_and_keeps_what_run_keeps() -> None:
         assert transfer.verified(Place(URL) / folder.folder_name(step)).damage == ()
 
 
-def test_upload_best_stays_although_metrics_are_gone() -> None:
+def test_uploads_best_stays_although_metrics_are_gone() -> None:
     home = home_with(1, 2, 3)
     lines = [{"step": step, "valid_loss": loss} for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5))]
     (home / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -132,7 +132,7 @@ def test_upload_best_stays_although_metrics_are_gone() -> None:
     assert steps() == [2, 4]
 
 
-def test_upload_killed_at_each_request_is_completed_by_the_next(store: Any) -> None:
+def test_uploads_killed_at_each_request_are_completed_next(store: Any) -> None:
     uploaded(home_with(1))
     home = home_with(2)
     for n in count():
@@ -150,7 +150,7 @@ def test_upload_killed_at_each_request_is_completed_by_the_next(store: Any) -> N
     assert transfer.verified(Place(URL) / "step_00000002").damage == ()
 
 
-def test_upload_failures_are_retried_reported_once_and_counted(
+def test_uploads_failures_are_retried_and_reported_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     home = home_with(5)
@@ -167,7 +167,7 @@ def test_upload_failures_are_retried_reported_once_and_counted(
     assert "secret" not in said.out + said.err + (home / "uploads.jsonl").read_text()
 
 
-def test_upload_that_fails_to_the_end_is_reported_as_missing() -> None:
+def test_uploads_that_fail_to_the_end_are_reported_missing() -> None:
     home = home_with(5)
     Place(URL).claim({"id": ID, "run": "run"})
     with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def test_upload_that_fails_to_the_end_is_reported_as_missing() -> None:
     assert steps() == []
 
 
-def test_upload_of_another_course_replaces_the_one_it_left() -> None:
+def test_uploads_of_another_course_replace_the_one_it_left() -> None:
     uploaded(home_with(2, 4, 6))
     # The run went back to step 4 and saved other weights of step 5.
     home = home_with(4, name="again")
@@ -188,7 +188,7 @@ def test_upload_of_another_course_replaces_the_one_it_left() -> None:
     assert steps() == [4, 5]
 
 
-def test_upload_stops_where_another_run_has_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_uploads_stop_where_another_run_has_taken_over(capsys: pytest.CaptureFixture[str]) -> None:
     home = home_with(1)
     Place(URL).claim({"id": "2", "run": "other"})
     found = Uploader(home, URL, ID, Policy(2), retries=5).run()
@@ -198,7 +198,7 @@ def test_upload_stops_where_another_run_has_taken_over(capsys: pytest.CaptureFix
     assert Place(URL).checkpoints() == []
 
 
-def test_claim_refuses_other_runs_and_takes_over_dead_ones() -> None:
+def test_uploads_claim_refuses_other_runs_and_takes_over_dead() -> None:
     run = run_of(checkpoint__remote=URL)
     dead = {"id": "2", "run": "b", "host": os.uname().nodename, "pid": str(2**22 + 1)}
     Place(URL).claim(dead)
@@ -226,7 +226,7 @@ def test_claim_refuses_other_runs_and_takes_over_dead_ones() -> None:
     assert steps() == [1]
 
 
-def test_remote_address_is_no_choice_of_a_recipe() -> None:
+def test_uploads_address_is_no_choice_of_a_recipe() -> None:
     Path("mine.yaml").write_text("checkpoint: {remote: 's3://bucket/run'}\n")
     (problem,) = refusals("recipe=mine.yaml")
     assert (problem.code, problem.path) == ("MT458", "checkpoint.remote")
@@ -257,14 +257,14 @@ def test_remote_address_is_no_choice_of_a_recipe() -> None:
         ("s3://key:canary@bucket/run", "credentials"),
     ],
 )
-def test_remote_address_that_cannot_serve_is_refused(address: str, why: str) -> None:
+def test_uploads_address_that_cannot_serve_is_refused(address: str, why: str) -> None:
     (problem,) = errors(tiny(checkpoint__remote=address))
     assert problem.code == "MT459"
     assert why in problem.render()
     assert "canary" not in problem.render()
 
 
-def test_remote_store_without_library_is_refused_before_ranks() -> None:
+def test_uploads_store_without_library_is_refused() -> None:
     fsspec.register_implementation("az", "missing_library.FS", errtxt="no library", clobber=True)
     run = run_of(checkpoint__remote="az://bucket/run")
     with pytest.raises(BadPlace, match=r"MT489.*no library.*pip install"):
@@ -284,7 +284,7 @@ def brought(how: str, **keys: Any) -> str | None:
     return found.checkpoint.resume
 
 
-def test_download_serves_latest_on_an_empty_machine() -> None:
+def test_checkpoint_download_serves_latest_on_empty_machine() -> None:
     uploaded(home_with(1, 2, name="mine"))
     shutil.rmtree("runs")
     assert brought("latest") == "runs/mine"
@@ -309,7 +309,7 @@ def test_download_serves_latest_on_an_empty_machine() -> None:
     assert brought("auto", log__name="mine") == "runs/mine"
 
 
-def test_download_takes_a_named_step_and_refuses_none() -> None:
+def test_checkpoint_download_takes_a_named_step() -> None:
     uploaded(home_with(1, 2, name="mine"))
     shutil.rmtree("runs")
     assert brought(f"{URL}/step_00000001") == "runs/mine/checkpoints/step_00000001"
@@ -319,7 +319,7 @@ def test_download_takes_a_named_step_and_refuses_none() -> None:
         brought("memory://bucket/nothing")
 
 
-def test_download_gives_weights_and_model_to_a_new_run(store: Any) -> None:
+def test_checkpoint_download_gives_weights_and_model(store: Any) -> None:
     uploaded(home_with(1, name="mine"))
     composed = checkpoints.composed([f"checkpoint.init_from={URL}"])
     assert composed.run.model is not None
@@ -345,7 +345,7 @@ def test_download_gives_weights_and_model_to_a_new_run(store: Any) -> None:
         start(run_of(checkpoint__init_from="memory://bucket/nothing"))
 
 
-def test_download_keeps_whole_files_of_an_interrupted_one(
+def test_checkpoint_download_keeps_files_of_interrupted_one(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploaded(home_with(2, name="mine"))
@@ -377,7 +377,9 @@ CHANGES = [(name, change) for name in FILES for change in ("flipped", "cut", "go
 
 # Files of another step are the same here but for the manifest.
 @pytest.mark.parametrize(("name", "change"), [*CHANGES, ("manifest.json", "swapped")])
-def test_download_of_altered_object_never_appears(name: str, change: str, store: Any) -> None:
+def test_checkpoint_download_of_altered_object_never_appears(
+    name: str, change: str, store: Any
+) -> None:
     uploaded(home_with(1, 2, name="mine"))
     shutil.rmtree("runs")
     path = f"{URL}/step_00000002/{name}"
@@ -398,7 +400,7 @@ def test_download_of_altered_object_never_appears(name: str, change: str, store:
     assert folder.committed(Path("runs/mine/checkpoints")) == []
 
 
-def test_uploading_process_goes_on_after_a_kill_and_is_waited_for(
+def test_uploads_process_goes_on_after_kill_and_is_waited_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = f"file://{tmp_path}/store/run"
@@ -417,7 +419,7 @@ def test_uploading_process_goes_on_after_a_kill_and_is_waited_for(
     assert "step 2: uploaded to" in said.out
 
 
-def test_uploading_failure_ends_a_run_that_went_well(
+def test_uploads_failure_ends_a_run_that_went_well(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = f"file://{tmp_path}/store/run"
@@ -450,7 +452,7 @@ def _worker() -> int:
     return int(worker.pid)
 
 
-def test_uploading_task_names_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_task_names_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary")
     seen: list[Any] = []
     monkeypatch.setattr(uploads, "execute", lambda *words: seen.append(words) or os.getpid())
