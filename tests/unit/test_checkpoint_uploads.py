@@ -284,7 +284,7 @@ def brought(how: str, **keys: Any) -> str | None:
     return found.checkpoint.resume
 
 
-def test_checkpoint_download_serves_latest_on_empty_machine() -> None:
+def test_uploads_serve_latest_on_an_empty_machine() -> None:
     uploaded(home_with(1, 2, name="mine"))
     shutil.rmtree("runs")
     assert brought("latest") == "runs/mine"
@@ -309,7 +309,7 @@ def test_checkpoint_download_serves_latest_on_empty_machine() -> None:
     assert brought("auto", log__name="mine") == "runs/mine"
 
 
-def test_checkpoint_download_takes_a_named_step() -> None:
+def test_uploads_serve_a_named_step() -> None:
     uploaded(home_with(1, 2, name="mine"))
     shutil.rmtree("runs")
     assert brought(f"{URL}/step_00000001") == "runs/mine/checkpoints/step_00000001"
@@ -319,7 +319,7 @@ def test_checkpoint_download_takes_a_named_step() -> None:
         brought("memory://bucket/nothing")
 
 
-def test_checkpoint_download_gives_weights_and_model(store: Any) -> None:
+def test_uploads_give_weights_and_model_to_a_new_run(store: Any) -> None:
     uploaded(home_with(1, name="mine"))
     composed = checkpoints.composed([f"checkpoint.init_from={URL}"])
     assert composed.run.model is not None
@@ -345,7 +345,7 @@ def test_checkpoint_download_gives_weights_and_model(store: Any) -> None:
         start(run_of(checkpoint__init_from="memory://bucket/nothing"))
 
 
-def test_checkpoint_download_keeps_files_of_interrupted_one(
+def test_uploads_interrupted_download_keeps_whole_files(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploaded(home_with(2, name="mine"))
@@ -377,7 +377,7 @@ CHANGES = [(name, change) for name in FILES for change in ("flipped", "cut", "go
 
 # Files of another step are the same here but for the manifest.
 @pytest.mark.parametrize(("name", "change"), [*CHANGES, ("manifest.json", "swapped")])
-def test_checkpoint_download_of_altered_object_never_appears(
+def test_uploads_altered_object_never_appears_as_checkpoint(
     name: str, change: str, store: Any
 ) -> None:
     uploaded(home_with(1, 2, name="mine"))
