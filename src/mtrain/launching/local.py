@@ -23,13 +23,14 @@ from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page
-from mtrain.launching import environment, folder, jobs, matmul
+from mtrain.launching import downloads, environment, folder, jobs, matmul, uploads
 from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job, path_text
 from mtrain.launching.restart import Attempts
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
+from mtrain.launching.uploads import Claim
 from mtrain.launching.warming import Warming
 from mtrain.train.generate.request import Questions, Request, Texts, Written
 from mtrain.world import launchers
@@ -56,9 +57,14 @@ def launch(run: RunConfig, argv: list[str], injected: Sequence[Fault] = ()) -> P
     """
     startup.mark(startup.COMPOSITION)
     launch = launchers.identity(os.environ)
-    chosen = folder.plan(run, launch=launchers.restarted(os.environ))
+    restarted = launchers.restarted(os.environ)
+    run = downloads.brought(run, launch=launch, restarted=restarted, say=partial(say, run))
+    chosen = folder.plan(run, launch=restarted)
     say(run, "starting: data, torch, megatron-core")
-    with closing(Warming(run, count=run.parallel.ranks)) as kernels:
+    with (
+        uploads.claimed(run, chosen.folder, launch) as claim,
+        closing(Warming(run, count=run.parallel.ranks)) as kernels,
+    ):
         kernels.begin(prepared=False)
         # the data is prepared while this process imports torch
         prepared = ChildProcess("prepare", run, checkpoint=path_text(chosen.checkpoint))
@@ -71,7 +77,7 @@ def launch(run: RunConfig, argv: list[str], injected: Sequence[Fault] = ()) -> P
         prepared.result()
         startup.mark(startup.DATA)
         kernels.begin(prepared=True)
-        return _launched(run, chosen, argv, launch, injected)
+        return _launched(run, chosen, argv, launch, claim, injected)
 
 
 def _launched(
@@ -79,6 +85,7 @@ def _launched(
     chosen: folder.Plan,
     argv: list[str],
     launch: str | None,
+    claim: Claim | None,
     injected: Sequence[Fault],
 ) -> Path:
     """Train in the planned folder, whose data is prepared."""
@@ -101,7 +108,9 @@ def _launched(
             partial(_say_after_ranks, run),
             injected,
         )
-        attempts.train(environment_of(run, owned.folder))
+        barred = _is_barred(run)
+        with uploads.uploading(run, owned.folder, owned.checkpoint, claim, barred=barred):
+            attempts.train(environment_of(run, owned.folder))
     return owned.folder
 
 
@@ -167,8 +176,12 @@ def say(run: RunConfig, text: str) -> None:
 
 def _say_after_ranks(run: RunConfig, text: str) -> None:
     """Print a line below the progress bar that a killed rank leaves on a terminal."""
-    barred = run.log.progress in ("auto", "live") and sys.stdout.isatty()
-    say(run, f"\n{text}" if barred else text)
+    say(run, f"\n{text}" if _is_barred(run) else text)
+
+
+def _is_barred(run: RunConfig) -> bool:
+    """Return whether ranks print a progress bar."""
+    return run.log.progress in ("auto", "live") and sys.stdout.isatty()
 
 
 def import_for(run: RunConfig) -> None:

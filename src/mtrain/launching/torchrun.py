@@ -26,7 +26,7 @@ from mtrain.config.compose.paths import RUN_FILE, program
 from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Preempted, TrainingError, say
-from mtrain.launching import folder, matmul
+from mtrain.launching import downloads, folder, matmul, uploads
 from mtrain.launching.child_process import prepare
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import PARENT, execute, importable, placed, python, without_launcher
@@ -115,6 +115,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
     so that no destructor waits for a rank that has ended.
     """
     run = folder.anchored(run)
+    resumed = run
     kernels = None
     if is_first_here():
         lowest = int(rank()) - int(os.environ.get("LOCAL_RANK", "0"))
@@ -130,6 +131,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
         startup.mark(startup.LIBRARIES)
         # A corpus is tokenized once per machine, while the others wait for this rank.
         with working():
+            if rank() == "0":
+                resumed = _brought(run)
             prepare(run, None)
         startup.mark(startup.DATA)
         kernels.begin(prepared=True)
@@ -140,7 +143,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
         def locate(world: World) -> Paths:
             decision = ""
             if world.is_rank0:
-                decision = _decide(run, argv, stack)
+                decision = _decide(resumed, argv, stack)
             body = json.loads(world.tell(decision))
             if "kind" in body:
                 raise revive(body)
@@ -252,7 +255,10 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
             raise ConfigError.of("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)
         run = matmul.chosen(run, planned.checkpoint)
         launch = launchers.identity(os.environ)
+        claim = stack.enter_context(uploads.claimed(run, planned.folder, launch))
         chosen = stack.enter_context(folder.opened(run, planned, argv, launch=launch))
+        process = uploads.uploading(run, chosen.folder, chosen.checkpoint, claim, barred=False)
+        stack.enter_context(process)
     except MtrainError as error:
         return json.dumps(describe(error))
     for note in chosen.notes:
@@ -261,6 +267,13 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     places = {"folder": chosen.folder, "checkpoint": chosen.checkpoint, "weights": chosen.weights}
     body: dict[str, str | None] = {key: str(path) if path else None for key, path in places.items()}
     return json.dumps({**body, "cpu_matmul": run.kernels.cpu_matmul, "digest": run.digest()})
+
+
+def _brought(run: RunConfig) -> RunConfig:
+    """Return the run of rank 0 after the checkpoint of its address was downloaded."""
+    launch = launchers.identity(os.environ)
+    restarted = launchers.restarted(os.environ)
+    return downloads.brought(run, launch=launch, restarted=restarted, say=say)
 
 
 def _refuse_local(run: RunConfig) -> None:
