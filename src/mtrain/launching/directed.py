@@ -174,7 +174,7 @@ class FollowingSupervisor(Supervisor):
             self._restore()
 
     def _next(self) -> None:
-        if self._reap(block=False) or not machines.wait([self.connection], POLL_S):
+        if self._reap(block=False) or not machines.ready([self.connection], POLL_S):
             return
         try:
             messages = self.connection.receive()

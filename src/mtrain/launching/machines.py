@@ -110,6 +110,17 @@ class Connection:
         self.socket.close()
 
 
+def ready(
+    connections: Sequence[Connection], seconds: float | None, listener: socket.socket | None = None
+) -> list[Connection] | None:
+    """Return the connections on which something arrives within so many seconds, None: ever.
+
+    Returns None if somebody connects to `listener`.
+    """
+    found: list[Any] = wait([*connections, *([listener] if listener else [])], seconds)  # type: ignore[list-item]
+    return None if listener in found else found
+
+
 @dataclass
 class Peer:
     """The launcher of another machine, as the first machine knows it."""
@@ -168,8 +179,9 @@ class Director:
 
     def leave(self) -> None:
         """Close all connections, also in a process that was forked from this one."""
-        for each in (self.listener, *(peer.connection for peer in self.peers.values())):
-            each.close()
+        self.listener.close()
+        for peer in self.peers.values():
+            peer.connection.close()
 
     @property
     def share(self) -> Share:
@@ -303,11 +315,11 @@ class Director:
             if left_s <= 0:
                 break
             known = {peer.connection: peer for peer in self.peers.values()}
-            for one in wait([self.listener, *strangers, *known], left_s):
-                if one is self.listener:
-                    strangers.append(Connection(self.listener.accept()[0]))
-                    continue
-                assert isinstance(one, Connection)
+            heard = ready([*strangers, *known], left_s, self.listener)
+            if heard is None:
+                strangers.append(Connection(self.listener.accept()[0]))
+                continue
+            for one in heard:
                 try:
                     messages = one.receive()
                 except Lost:
@@ -327,7 +339,7 @@ class Director:
     def _admit(self, connection: Connection, hello: dict[str, Any]) -> None:
         number = hello.get("machine")
         host = str(hello.get("host"))
-        if number not in range(1, self.place.size):
+        if not isinstance(number, int) or number not in range(1, self.place.size):
             connection.close()
             return
         taken = self.peers.get(number)
@@ -342,8 +354,7 @@ class Director:
     def _messages(self, seconds: float | None) -> list[tuple[Peer, dict[str, Any]]]:
         known = {peer.connection: peer for peer in self.peers.values()}
         found: list[tuple[Peer, dict[str, Any]]] = []
-        for one in wait(list(known), seconds):
-            assert isinstance(one, Connection)
+        for one in ready(list(known), seconds) or ():
             try:
                 found += [(known[one], message) for message in one.receive()]
             except Lost:

@@ -88,7 +88,7 @@ class Supervisor:
         """The first failure, once `wait` has raised it."""
         self.stops = 0
         self.stopped_elsewhere = False
-        """True if the launcher of another machine was asked to stop."""
+        """True if the launcher of another machine got a request to stop."""
         self.halted = False
         """True if the ranks have to end, whatever their state."""
         self.previous: dict[int, Any] = {}
