@@ -17,6 +17,7 @@ from mtrain import durable, locks, strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt import local as ckpt_local
 from mtrain.config.compose.dump import override, run_yaml
+from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, METRICS, REMOTE_FILE, RUN_FILE
 from mtrain.config.engine import kernels
 from mtrain.config.engine import release as engine
@@ -24,7 +25,7 @@ from mtrain.config.machine.installed import version_of
 from mtrain.config.resolve.batches import counted, samples_of, stages
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError
 from mtrain.goodput.account import FILE
 from mtrain.goodput.log import LOG
 from mtrain.launching import matmul, resume
@@ -58,6 +59,8 @@ PREAMBLE = (
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
 # Seconds that a restarted run waits for the processes of its previous start to end
 RESTART_S = 20.0
+# Seconds in which another machine of a shared filesystem has to see a file of the run folder
+SEEN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,39 @@ def _writing(folder: Path) -> Iterator[None]:
             f"the run folder {folder} cannot be written: {why}",
             "  fix: log.runs_dir=FOLDER that can be written",
         ) from None
+
+
+def unseen(home: Path, digest: str) -> str:
+    """Return why this machine does not see the run folder that rank 0 made; empty if it sees it."""
+    path = home / RUN_FILE
+    deadline = time.monotonic() + SEEN_S
+    while True:
+        try:
+            if read_run_file(path).digest() == digest:
+                return ""
+            why = f"it holds another configuration than rank 0 wrote (digest {digest[:12]})"
+        except (MtrainError, OSError) as error:
+            why = str(error).strip().splitlines()[0]
+        if time.monotonic() > deadline:
+            machine = os.uname().nodename
+            return (
+                f"machine {machine} does not see the run folder of rank 0, {path}: {why}\n"
+                "  fix: log.runs_dir=FOLDER of a filesystem that all machines share"
+            )
+        time.sleep(0.5)
+
+
+def refuse_local(run: RunConfig, here: int) -> None:
+    """Refuse local checkpoints where other machines have ranks of the run.
+
+    Raises:
+        ConfigError: this machine has only `here` of them.
+    """
+    local = run.checkpoint.local_dir
+    if local is not None and here < run.parallel.ranks:
+        rule = f"{here} of {run.parallel.ranks} ranks are on this machine"
+        fix = "checkpoint.local_dir=null checkpoint.local_interval=null"
+        raise ConfigError.of("MT455", "checkpoint.local_dir", local, rule, fix)
 
 
 def _check_checkpoints(root: Path) -> None:

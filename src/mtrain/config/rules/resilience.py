@@ -15,20 +15,17 @@ REPLICA_CHECK = "resilience.replica_check_interval"
 
 @rule(
     "MT437",
-    reads=f"{RESTARTS} launch.kind launch.tasks cluster.nodes parallel.ranks",
+    reads=f"{RESTARTS} launch.kind launch.tasks parallel.ranks",
 )
 def restarts_under_launchers(run: RunConfig) -> Iterator[Finding]:
     """Require that one process starts all ranks of a run that restarts them."""
     kind = run.launch.kind
     ranks = run.parallel.ranks
-    machines = min(run.cluster.nodes, ranks)
     if not run.resilience.restarts or kind == "local":
         return
     detail = ""
     if kind == "torchrun":
         detail = kind
-    elif machines > 1:
-        detail = f"{kind} with {machines} machines"
     elif run.launch.tasks == "device" and ranks > 1:
         detail = f"{kind} with a task for each of {ranks} ranks"
     if detail:

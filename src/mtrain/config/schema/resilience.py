@@ -13,7 +13,8 @@ class ResilienceConfig(Section):
     restarts: Annotated[NonNegativeInt, Key(aka="max_restarts")] = 0
     """Restarts of a run whose ranks fail, each from the newest checkpoint; `--restarts N` sets it.
     A run ends earlier after 3 restarts in a row without a new step. Bad input, a bad environment,
-    damaged data and a stop on request restart nothing. Only for the ranks of one machine.
+    damaged data and a stop on request restart nothing. On several machines, each has one process of
+    mtrain, which starts its ranks.
     """
     restart_window: Annotated[
         PositiveFloat | None, Key(when="resilience.restarts>0", unit="minutes")
