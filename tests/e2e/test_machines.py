@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,58 @@ def test_machines_stop_restarting_where_it_is_futile(
     assert [one.wait() for one in started] == [code, code], [one.said for one in started]
     assert len(machines.restarts()) == restarts
     assert "rank 1" in started[1].said
+
+
+def _losing_disk() -> None:
+    """Have the second machine lose its local disk before it shows what it holds."""
+    from mtrain.ckpt import local
+
+    intact = local.intact
+
+    def losing(home: Path, than: int, machine: int) -> list[int]:
+        for part in Path("local").glob("*/checkpoints_1/step_*"):
+            shutil.rmtree(part)
+        return intact(home, than, machine)
+
+    local.intact = losing
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("lost", "ahead", "layout"),
+    [
+        ("no disk", "true", "tp2"),
+        ("no disk", "false", "dp2"),
+        ("no disk", "true", "tp2dp2"),
+        ("no disk", "false", "dp4"),
+        ("a disk", "true", "dp2"),
+    ],
+)
+def test_machines_restart_from_local_parts_ends_bitwise(
+    ahead: str, lost: str, layout: str, machines: Machines, tmp_path: Path
+) -> None:
+    words = [*TO_THE_END, f"parallel={layout}", "checkpoint.save_interval=4"]
+    whole = Machines(tmp_path / "whole")
+    whole.home.mkdir()
+    done = mtrain(*words, cwd=whole.home)
+    assert done.returncode == 0, done.stderr
+    # Saved in the run folder after steps 4 and 6, and locally after steps 2, 3 and 5
+    words += ["checkpoint.local_interval=1", "checkpoint.local_dir=local", "--restarts", "1"]
+    words += [f"checkpoint.async_save={ahead}", "--inject", "kill@4:1"]
+    patch = _losing_disk if lost == "a disk" else None
+    started = machines.both(*words, patch=patch)
+    assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
+    (noted,) = machines.restarts()
+    if lost == "a disk":
+        assert noted["checkpoint"] is None
+        assert "machine 1 (" in started[0].said
+        assert "does not hold its part" in started[0].said
+    else:
+        assert "/checkpoints_0/step_0000000" in noted["checkpoint"]
+        assert noted["steps_lost"] <= 2
+        assert "continuing from local step_0000000" in started[0].said
+    assert machines.result() == whole.result()
+    assert list((machines.home / "local").iterdir()) == []
 
 
 def _stepping(machines: Machines, started: list[Launched], steps: int = 3) -> None:

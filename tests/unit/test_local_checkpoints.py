@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError
 from mtrain.launching import folder
 from mtrain.launching.resume import anchored
+from mtrain.layout.grid import RankGrid
 from tests.support.configs import LAPTOP, refusals, tiny
 from tests.support.saved import committed
 
@@ -155,6 +157,66 @@ def test_local_checkpoints_of_another_user_are_passed_over(
     plan = folder.plan(run_of(checkpoint__resume="latest"))
     assert plan.checkpoint == Path("runs/a/checkpoints/step_00000002")
     assert "belongs to somebody else" in plan.notes[0]
+
+
+def _parts(home: Path, run: RunConfig, machine: int, *steps: int) -> None:
+    place = local.place_of(home, "local", machine)
+    assert place is not None
+    for step in steps:
+        facts = {"machine": [machine, 2], "grid": RankGrid.of(run).sizes}
+        committed(anchored(run), place.root, step, local_of=place.owner, **facts)
+
+
+def test_local_parts_are_used_where_every_machine_holds_its_own() -> None:
+    home, _ = killed(newest=3)
+    run = run_of(checkpoint__resume="latest")
+    grid = RankGrid.of(run).sizes
+    _parts(home, run, 0, 4, 6)
+    _parts(home, run, 1, 4, 6)
+    _flip(home.parents[1] / "local" / _place(home) / "checkpoints_1/step_00000006")
+
+    def ask(home: Path, than: int) -> dict[str, Sequence[int]]:
+        return {"machine 1 (m1)": local.intact(home, than, 1)}
+
+    with local.asking(local.Elsewhere(grid, 2, ask)):
+        plan = folder.plan(run)
+    assert plan.checkpoint is not None
+    assert plan.checkpoint.parts[-2:] == ("checkpoints_0", "step_00000004")
+    assert "step_00000006: local checkpoint passed over: machine 1 (m1) does not" in plan.notes[0]
+    assert local.part_of(home, plan.checkpoint, 1) == plan.checkpoint.parents[1] / (
+        "checkpoints_1/step_00000004"
+    )
+    other = {**grid, "dp": 2}
+    for elsewhere, why in (
+        (None, "it is the part of one of 2 machines"),
+        (local.Elsewhere(grid, 3, ask), "it is the part of one of 2 machines"),
+        (local.Elsewhere(other, 2, ask), "it was written in another layout"),
+    ):
+        with nullcontext() if elsewhere is None else local.asking(elsewhere):
+            plan = folder.plan(run)
+        # The whole one of step 3 is only on this machine.
+        newest = "step_00000003" if elsewhere is None else "step_00000002"
+        assert plan.checkpoint is not None
+        assert (plan.checkpoint.name, why in plan.notes[0]) == (newest, True)
+
+
+def test_local_parts_of_another_course_are_deleted() -> None:
+    home, _ = killed(newest=3)
+    _parts(home, run_of(), 1, 4)
+    (old,) = Path("local").glob("*/checkpoints_1/step_00000004")
+    with local.asking(local.Elsewhere({}, 2, lambda home, than: {})):
+        local.begin(home, None, "local")
+    _parts(home, run_of(), 1, 4, 6)
+    shutil.copytree(next(Path("local").glob("*/checkpoints_1/step_00000004")), old)
+    local.follow(home, "local", 4, 1)
+    found = [path.name for path in Path("local").glob("*/checkpoints_1/*")]
+    assert (found, old.exists()) == (["step_00000004"], False)
+
+
+def _place(home: Path) -> str:
+    place = local.place_of(home, "local")
+    assert place is not None
+    return place.owner
 
 
 def test_local_folder_that_cannot_be_written_is_refused() -> None:

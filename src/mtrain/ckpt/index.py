@@ -109,10 +109,11 @@ def gather(draft: Path, rank: int, size: int) -> None:
     shutil.rmtree(awaited.place)
 
 
-def merged(draft: Path, size: int) -> dict[str, Any]:
+def merged(draft: Path, size: int, *, part: bool = False) -> dict[str, Any]:
     """Return the manifest's tensors and files, when everything that `of_all` names is there.
 
-    The index of a rank is of the draft, and removed; the file of a group is of the checkpoint.
+    `part`: the ranks hold only a part of the tensors. The index of a rank is of the draft, and
+    removed; the file of a group is of the checkpoint.
 
     Raises:
         OSError: the disk refuses.
@@ -122,7 +123,8 @@ def merged(draft: Path, size: int) -> dict[str, Any]:
     if not sharded(size):
         body = _merged_ranks(awaited)
         for key, entry in body["tensors"].items():
-            _require_whole(key, entry["shape"], _elements(entry))
+            if not part:
+                _require_whole(key, entry["shape"], _elements(entry))
         for name in awaited.ranks:
             (draft / name).unlink()
         return body
@@ -140,7 +142,7 @@ def merged(draft: Path, size: int) -> dict[str, Any]:
                 new = {"shape": held["shape"], "dtype": held["dtype"], "groups": []}
                 tensors.setdefault(key, new)["groups"].append([group, *held["span"]])
                 elements[key] += held["elements"]
-    for key, entry in tensors.items():
+    for key, entry in tensors.items() if not part else ():
         _require_whole(key, entry["shape"], elements[key])
     return {"tensors": tensors, "files": files}
 

@@ -7,20 +7,25 @@ is the name of the run folder, `PATH` the hash of its path, and `TOKEN` a word t
 the run folder has as well. The manifest repeats that name, so a checkpoint of another run is never
 taken for one of this run.
 
+Of a run on several machines, each has a part of its own, in `checkpoints_M` of machine M: all
+pieces that its ranks hold, so that they need no other machine. A part is used only if every machine
+has its part of the same step.
+
 A start that does not continue from a local checkpoint draws a new token: the run takes another
 course from there, and what the disk of another machine may still hold is not of that course.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,6 +39,8 @@ from mtrain.errors import BadEnvironment, MtrainError
 FILE = LOCAL_FILE
 OWNER = "local_of"
 """The fact of a manifest that names the run of a local checkpoint."""
+PART = "machine"
+"""The fact of a manifest with the number of the machine whose part it is, and of all machines."""
 KEY = "checkpoint.local_dir"
 LEFTOVERS = ("step_*", ".saving-*", ".deleted-*", ".replaced-*", ".superseded-*")
 MOST_LETTERS = 180
@@ -47,6 +54,32 @@ class Local:
     root: Path
     owner: str
     """The run's name in their manifests."""
+    machine: int | None = None
+    """The machine whose parts they are; None: they are whole."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The other machines of a run, which may hold parts of local checkpoints."""
+
+    grid: Mapping[str, int]
+    """The layout of the run."""
+    machines: int
+    ask: Callable[[Path, int], dict[str, Sequence[int]]]
+    """Returns, for a run folder and a step, the later steps whose parts are intact, by machine."""
+
+
+_elsewhere: list[Elsewhere] = []
+
+
+@contextmanager
+def asking(elsewhere: Elsewhere) -> Iterator[None]:
+    """Have `newest` ask other machines in this block."""
+    _elsewhere.append(elsewhere)
+    try:
+        yield
+    finally:
+        _elsewhere.pop()
 
 
 @dataclass(frozen=True)
@@ -71,13 +104,59 @@ class _Noted:
         draft.replace(home / FILE)
 
 
-def place_of(home: Path, local_dir: str | None) -> Local | None:
-    """Return the place that `begin` prepared for a run folder; None: there is none."""
+def place_of(home: Path, local_dir: str | None, machine: int | None = None) -> Local | None:
+    """Return the place that `begin` prepared for a run folder, or that of a machine; None: there is
+    none.
+    """
     noted = _noted(home)
     if local_dir is None or not noted.token:
         return None
     found = _place(local_dir, home, noted.token)
-    return Local(found / CHECKPOINTS, found.name) if found in noted.folders else None
+    if found not in noted.folders:
+        return None
+    return Local(found / _root_name(machine), found.name, machine)
+
+
+def part_of(home: Path, checkpoint: Path | None, machine: int | None) -> Path | None:
+    """Return the part of a machine, if `checkpoint` is a local one of a run on several machines."""
+    if checkpoint is None or not is_part(checkpoint) or not holds(home, checkpoint):
+        return checkpoint
+    return checkpoint.parent.with_name(_root_name(machine)) / checkpoint.name
+
+
+def is_part(checkpoint: Path) -> bool:
+    """Return whether a path is that of the part of a machine."""
+    return checkpoint.parent.name.startswith(f"{CHECKPOINTS}_")
+
+
+def follow(home: Path, local_dir: str | None, step: int, machine: int) -> None:
+    """Prepare the place of another machine than the one whose process owns the run folder.
+
+    The run continues from `step`: later parts are deleted, and those of other courses of the run.
+
+    Raises:
+        BadEnvironment: `local_dir` cannot be written, or the place belongs to somebody else.
+    """
+    place = place_of(home, local_dir, machine)
+    if place is None or local_dir is None:
+        return
+    mine = place.root.parent
+    _make(mine, local_dir, machine)
+    course = mine.name.rpartition("-")[0]
+    for other in mine.parent.glob(f"{glob.escape(course)}-*"):
+        if other != mine and _is_ours(other):
+            _clear(other / _root_name(machine))
+    _forget_after(place.root, step)
+
+
+def intact(home: Path, than: int, machine: int) -> list[int]:
+    """Return the steps later than `than` whose parts a machine holds whole."""
+    found = []
+    for place in _noted(home).folders:
+        if _is_ours(place):
+            parts = folder.folders(place / _root_name(machine))
+            found += [folder.step_of(p) for p in parts if not _fault(p, place.name)]
+    return [step for step in found if step > than]
 
 
 def begin(home: Path, checkpoint: Path | None, local_dir: str | None) -> None:
@@ -98,7 +177,7 @@ def begin(home: Path, checkpoint: Path | None, local_dir: str | None) -> None:
     if local_dir is None:
         return
     place = _place(local_dir, home, noted.token)
-    _make(place, local_dir)
+    _make(place, local_dir, 0 if _elsewhere else None)
     folders = dict.fromkeys((place, *noted.folders))
     places = dict.fromkeys((*noted.places, os.path.realpath(place.parent)))
     _Noted(noted.token, tuple(folders), tuple(places)).write(home)
@@ -106,7 +185,7 @@ def begin(home: Path, checkpoint: Path | None, local_dir: str | None) -> None:
 
 def holds(home: Path, checkpoint: Path) -> bool:
     """Return whether a checkpoint is a local one of the run in a folder."""
-    return checkpoint.parent in [path / CHECKPOINTS for path in _noted(home).folders]
+    return checkpoint.parent.parent in _noted(home).folders
 
 
 def newest(home: Path, than: int, notes: list[str]) -> Path | None:
@@ -120,11 +199,18 @@ def newest(home: Path, than: int, notes: list[str]) -> Path | None:
             why = "belongs to somebody else" if os.path.lexists(place) else "is not on this machine"
             notes.append(f"{place} {why}: its local checkpoints are passed over")
             continue
-        found += folder.folders(place / CHECKPOINTS)
+        found += folder.folders(place / CHECKPOINTS) + folder.folders(place / _root_name(0))
+    held: dict[str, Sequence[int]] | None = None
     for path in sorted(found, key=folder.step_of, reverse=True):
         if folder.step_of(path) <= than:
             break
         why = _fault(path, path.parent.parent.name)
+        if not why and _elsewhere and not is_part(path):
+            why = "other machines do not hold it"
+        if not why and is_part(path):
+            if held is None:
+                held = _elsewhere[-1].ask(home, than) if _elsewhere else {}
+            why = _lacking(path, held)
         if not why:
             return path
         notes.append(f"{path}: local checkpoint passed over: {why}")
@@ -139,31 +225,60 @@ def exist(home: Path) -> bool:
 def forget_after(home: Path, step: int) -> None:
     """Delete local checkpoints later than `step`, and what interrupted saves left."""
     for root in _roots(home):
-        with suppress(OSError):
-            folder.sweep(root)
-        for path in folder.folders(root):
-            if folder.step_of(path) > step:
-                shutil.rmtree(path, ignore_errors=True)
+        _forget_after(root, step)
+
+
+def _forget_after(root: Path, step: int) -> None:
+    with suppress(OSError):
+        folder.sweep(root)
+    for path in folder.folders(root):
+        if folder.step_of(path) > step:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def remove(home: Path) -> None:
     """Delete all local checkpoints of a run on this machine, with their folders."""
     for root in _roots(home):
-        for path in [one for pattern in LEFTOVERS for one in root.glob(pattern)]:
-            shutil.rmtree(path, ignore_errors=True)
-        for path in (root, root.parent):
-            with suppress(OSError):  # something else is in there
-                path.rmdir()
+        _clear(root)
     noted = _noted(home)
     if noted.token:
         with suppress(OSError):
             _Noted(places=noted.places).write(home)
 
 
+def clear(place: Local) -> None:
+    """Delete the parts of a machine, with their folders; the run folder keeps its note."""
+    _clear(place.root)
+
+
+def _clear(root: Path) -> None:
+    for path in [one for pattern in LEFTOVERS for one in root.glob(pattern)]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (root, root.parent):
+        with suppress(OSError):  # something else is in there
+            path.rmdir()
+
+
+def _lacking(path: Path, held: Mapping[str, Sequence[int]]) -> str:
+    """Return why the part of the first machine cannot be used; empty: the others have theirs."""
+    state = folder.parse_manifest(path)["state"]
+    machines = state.get(PART, [0, 0])[1]
+    if not _elsewhere or _elsewhere[-1].machines != machines:
+        return f"it is the part of one of {machines} machines"
+    if state["grid"] != _elsewhere[-1].grid:
+        return "it was written in another layout"
+    lacking = [name for name, steps in held.items() if folder.step_of(path) not in steps]
+    return f"{', '.join(lacking)} does not hold its part" if lacking else ""
+
+
+def _root_name(machine: int | None) -> str:
+    return CHECKPOINTS if machine is None else f"{CHECKPOINTS}_{machine}"
+
+
 def _roots(home: Path) -> Iterator[Path]:
     for place in _noted(home).folders:
         if _is_ours(place):
-            yield place / CHECKPOINTS
+            yield from (place / CHECKPOINTS, *place.glob(f"{CHECKPOINTS}_*"))
 
 
 def _noted(home: Path) -> _Noted:
@@ -202,7 +317,7 @@ def _is_ours(place: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def _make(place: Path, local_dir: str) -> None:
+def _make(place: Path, local_dir: str, machine: int | None) -> None:
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -211,7 +326,7 @@ def _make(place: Path, local_dir: str) -> None:
         if not why and not os.access(place, os.W_OK | os.X_OK):
             why = f"{place} takes no new files"
         if not why:
-            (place / CHECKPOINTS).mkdir(exist_ok=True)
+            (place / _root_name(machine)).mkdir(exist_ok=True)
     except OSError as error:
         why = f"{error.filename or place}: {error.strerror or error}"
     if why:

@@ -84,6 +84,20 @@ class Meeting:
             self.store.delete_key(f"sum/{number - 1}")
         return found, remark
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what every rank came with, by rank.
+
+        Raises:
+            TrainingError: some ranks did not come in time.
+        """
+        number = self._next("gathered")
+        self.store.set(f"gathered/{number}/{self.rank}", data)  # type: ignore[arg-type]
+        self.barrier()
+        found = [self.store.get(f"gathered/{number}/{rank}") for rank in range(self.size)]
+        # All ranks came here, so all have read what was gathered before.
+        self.store.delete_key(f"gathered/{number - 1}/{self.rank}")
+        return found
+
     def tell(self, text: str) -> str:
         """Return the text of rank 0, on every rank.
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain.ckpt.meeting import Meeting
 from mtrain.mcore.state.sharding import TensorShard
 
 FACTS = 3
@@ -56,6 +57,26 @@ class Replicas:
 
     def _is_known(self, facts: np.ndarray) -> bool:
         return self._facts is not None and np.array_equal(facts, self._facts)
+
+
+def of_machine(shards: Sequence[TensorShard], ranks: Meeting) -> list[TensorShard]:
+    """Return the shards, of which this rank saves its share of all that the ranks of its machine
+    hold.
+
+    `ranks` are those of the machine; all of them call this together.
+    """
+    facts = [
+        np.frombuffer(data, dtype=np.int64).reshape(-1, FACTS).copy()
+        for data in ranks.gather(_facts(shards).tobytes())
+    ]
+    # A piece whose first holder is elsewhere is saved here as well.
+    seen: set[int] = set()
+    for one in facts:
+        numbers = one[:, 0].tolist()
+        one[:, 2] = [number == -1 or number not in seen for number in numbers]
+        seen.update(numbers)
+    own = _assigned(facts, ranks.rank)
+    return [replace(shard, primary=bool(mine)) for shard, mine in zip(shards, own, strict=True)]
 
 
 def _facts(shards: Sequence[TensorShard]) -> np.ndarray:

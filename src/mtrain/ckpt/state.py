@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 from mtrain.ckpt import folder, hashes, local, retention, store
 from mtrain.ckpt.contents import Contents
 from mtrain.ckpt.meeting import Meeting
-from mtrain.ckpt.replicas import Replicas
+from mtrain.ckpt.replicas import Replicas, of_machine
 from mtrain.ckpt.retention import Policy
 from mtrain.ckpt.saving.background import BackgroundSaves, Job
 from mtrain.config.compose.dump import run_yaml
@@ -30,6 +31,7 @@ from mtrain.mcore.state import optimizer_state, sharding
 from mtrain.world.generators import seed_generators
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
+from mtrain.world.rank_env import RankEnv
 
 OTHER_BYTES = 1 << 20
 """Room for the states of generators, and for the ends of pages."""
@@ -73,7 +75,7 @@ def save(
     begin_phase("save")
     shards, frozen = _shards(run, world, state, owner)
     facts = _facts(run, world, state, data_facts, owner)
-    ranks = meeting_of(world, run)
+    ranks = savers(world, run, owner)
     prune = partial(_prune, root, policy_of(run, owner))
     algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
     # FSDP may hold less than a whole shard of a weight outside of a forward.
@@ -110,10 +112,11 @@ def begin_save(
     """
     begin_phase("save")
     shards, frozen = _shards(run, world, state, owner)
-    name = folder.shard_name(world.rank)
+    ranks = savers(world, run, owner)
+    name = folder.shard_name(ranks.rank)
     manifest = {
         "step": state.step,
-        "ranks": world.size,
+        "ranks": ranks.size,
         "state": _facts(run, world, state, data_facts, owner),
     }
     with sharding.gathered(state.chunks):
@@ -121,11 +124,12 @@ def begin_save(
         contents = [Contents.of(name, shards, rng_tensors(world), algorithm)]
         known = None if frozen is None else frozen.known()
         if frozen is not None and known is None:
-            still = folder.frozen_name(world.rank)
+            still = folder.frozen_name(ranks.rank)
             contents.append(Contents.of(still, frozen.shards, algorithm=algorithm))
         text = run_yaml(run.recorded())
         policy = policy_of(run, owner)
-        saves.begin(Job(root, state.step, tuple(contents), manifest, text, policy, known))
+        job = Job(root, state.step, tuple(contents), manifest, text, policy, known)
+        saves.begin(job, ranks)
         # FSDP frees parts of weights when it leaves this block, and another thread must not call
         # the device while a graph is captured.
         captured = run.trainer.cuda_graph_impl != "none"
@@ -149,8 +153,11 @@ def end_save(saves: BackgroundSaves, state: TrainState) -> Path:
 
 
 def policy_of(run: RunConfig, owner: str) -> Policy:
-    """Return the checkpoints that a run keeps: of its local ones, the newest."""
-    return Policy(keep=1) if owner else Policy.of(run.checkpoint)
+    """Return the checkpoints that a run keeps: of its local ones, the newest, and on several
+    machines one more, as another machine may be lost before it has its part of the newest.
+    """
+    local_ones = 1 if RankEnv.here().machine is None else 2
+    return Policy(keep=local_ones) if owner else Policy.of(run.checkpoint)
 
 
 def _shards(
@@ -165,6 +172,8 @@ def _shards(
         state.frozen.setdefault(owner, store.Frozen([s for s in weights if id(s) in still]))
     shards = [s for s in weights if id(s) not in still]
     shards += sharding.optimizer_shards(state.chunks, state.optimizer)
+    if owner and RankEnv.here().machine is not None:
+        return of_machine(shards, savers(world, run, owner)), state.frozen.get(owner)
     group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
     return state.replicas.shared_out(shards, group, world.torch_device), state.frozen.get(owner)
 
@@ -189,6 +198,9 @@ def _facts(
         facts["hooks"] = state.hooks
     if owner:
         facts[local.OWNER] = owner
+        env = RankEnv.here()
+        if env.machine is not None:
+            facts[local.PART] = [env.machine, env.size // env.local_size]
     return facts
 
 
@@ -199,9 +211,21 @@ def meeting_of(world: World, run: RunConfig) -> Meeting:
     return Meeting(world.store, world.rank, world.size, run.checkpoint.barrier_timeout_s)
 
 
+def savers(world: World, run: RunConfig, owner: str) -> Meeting:
+    """Return the place where the ranks that write or read one checkpoint wait for each other: all
+    ranks; for a local one of several machines, those of this machine.
+    """
+    env = RankEnv.here()
+    if not owner or env.machine is None:
+        return meeting_of(world, run)
+    here = PrefixStore(f"machine/{env.machine}", world.store)
+    return Meeting(here, env.local_rank, env.local_size, run.checkpoint.barrier_timeout_s)
+
+
 def opened(path: Path, run: RunConfig, world: World) -> store.Checkpoint:
     """Open a checkpoint on all ranks together; see `store.Checkpoint.open_together`."""
-    return store.Checkpoint.open_together(path, meeting_of(world, run))
+    owner = local.OWNER if local.is_part(path) else ""
+    return store.Checkpoint.open_together(path, savers(world, run, owner))
 
 
 def _prune(root: Path, policy: Policy) -> None:
@@ -242,7 +266,8 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     # without an increment: sets the rate of the restored step
     state.schedule.step(0)
     if facts["grid"] == world.grid.sizes and facts.get("streams") == folder.STREAMS:
-        tensors = checkpoint.rank_tensors(world.rank)
+        apart = local.PART in facts
+        tensors = checkpoint.rank_tensors(world.local_rank if apart else world.rank)
         # the state of another kind of device is of another size
         if len(tensors["rng/device"]) == len(world.device.rng_state()):
             set_rng_tensors(world, tensors)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from mtrain import durable, strict_json, units
-from mtrain.ckpt import folder, hashes, index, shard_file, space
+from mtrain.ckpt import folder, hashes, index, local, shard_file, space
 from mtrain.ckpt.contents import IN_TORCH, OWN, Contents, on_host
 from mtrain.ckpt.meeting import Meeting, alive
 from mtrain.ckpt.pieces import Region, parts
@@ -108,7 +108,12 @@ def save(
         folder.commit(
             draft,
             final,
-            {"step": step, "ranks": ranks.size, "state": state, **index.merged(draft, ranks.size)},
+            {
+                "step": step,
+                "ranks": ranks.size,
+                "state": state,
+                **index.merged(draft, ranks.size, part=local.PART in state),
+            },
         )
         committed()
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mtrain.ckpt import local as ckpt_local
 from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, TrainingError, say_page
@@ -43,9 +44,10 @@ def launch(place: Launched, argv: list[str], injected: Sequence[Fault], compose:
             return Follower(place, argv, compose, connection, scratch, stack).follow()
     with Director(place) as director:
         run = compose(place.size)
-        folder.refuse_local(run, machines.share_of(place, run).here)
+        machines.share_of(place, run)
         director.begin(folder.anchored(run), argv)
-        local.launch(run, argv, injected, director)
+        with ckpt_local.asking(director.elsewhere):
+            local.launch(run, argv, injected, director)
     return 0
 
 
@@ -85,6 +87,11 @@ class Follower:
                     return _ended(message)
                 if message["do"] == "prepare":
                     self._prepare(message)
+                if message["do"] == "show":
+                    held = ckpt_local.intact(
+                        Path(message["home"]), message["than"], self.place.rank
+                    )
+                    self.connection.send({"held": held})
                 if message["do"] == "start":
                     waiting += self._train(message)
         except Lost:
@@ -143,6 +150,8 @@ class Follower:
             unseen = folder.unseen(home, run.digest())
             if unseen:
                 raise BadEnvironment(*unseen.split("\n"))
+            local_dir = run.checkpoint.local_dir
+            ckpt_local.follow(home, local_dir, message["step"], self.place.rank)
             job = Job(message["job"], message["arguments"])
             run_ranks(run, home, job, local.environment_of(run, home, share), supervisor, share)
         except MtrainError as error:

@@ -4,8 +4,9 @@ Each of the others holds one connection to the first, on which lines of JSON go 
 that ends closes its connection at once; a machine that is lost answers no probe of the kernel. No
 launcher has a thread, so each may fork its ranks again.
 
-The first machine says `prepare`, `start` (the ranks of one attempt), `halt` (end them) and `end`.
-The others answer `ready`, `failing` (a rank has failed) and `report` (all ranks have ended).
+The first machine says `prepare`, `show` (local checkpoints), `start` (the ranks of one attempt),
+`halt` (end them) and `end`. The others answer `ready`, `held`, `failing` (a rank has failed) and
+`report` (all ranks have ended).
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from types import TracebackType
 from typing import Any
 
 from mtrain import strict_json
+from mtrain.ckpt.local import Elsewhere
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, MtrainError, TrainingError
 from mtrain.launching.jobs import Job
 from mtrain.launching.start import ANY_HOST, Share, listening
 from mtrain.launching.supervise import END_S, GRACE_S, Ended, Failure, Supervisor
 from mtrain.launching.worker import revive
+from mtrain.layout.grid import RankGrid
 from mtrain.world.launchers import Launched
 
 # Seconds between two looks for ranks that have ended
@@ -132,6 +135,10 @@ class Peer:
     report: dict[str, Any] | None = None
     """The end of its ranks; None: they still run."""
     reported: float = 0.0
+    refused: dict[str, Any] | None = None
+    """The error with which it cannot run its share."""
+    held: list[int] | None = None
+    """The steps of the local checkpoints of which it holds its part; None: not asked, or silent."""
 
 
 @dataclass
@@ -213,13 +220,33 @@ class Director:
         Raises:
             MtrainError: one cannot run its share, or is lost.
         """
-        while any(not peer.ready for peer in self.peers.values()) and not self.lost:
-            for peer, message in self._messages(None):
-                if "error" in message:
-                    raise revive(message["error"], f"machine {peer.number} ({peer.host}): ")
-                peer.ready = peer.ready or "ready" in message
+        while not self.lost:
+            for peer in self.peers.values():
+                if peer.refused is not None:
+                    raise revive(peer.refused, f"machine {peer.number} ({peer.host}): ")
+            if all(peer.ready for peer in self.peers.values()):
+                return
+            self._hear(None)
         for _, number, host in self.lost:
             raise TrainingError(f"machine {number} ({host}) is lost: its launcher has ended")
+
+    @property
+    def elsewhere(self) -> Elsewhere:
+        """Return the other machines, as holders of local checkpoints."""
+        assert self.run is not None
+        return Elsewhere(RankGrid.of(self.run).sizes, self.place.size, self._held)
+
+    def _held(self, home: Path, than: int) -> dict[str, Sequence[int]]:
+        for peer in list(self.peers.values()):
+            peer.held = None
+            self._send(peer, {"do": "show", "home": str(home.absolute()), "than": than})
+        while any(peer.held is None for peer in self.peers.values()):
+            self._hear(None)
+        found: dict[str, Sequence[int]] = {
+            f"machine {peer.number} ({peer.host})": peer.held or [] for peer in self.peers.values()
+        }
+        # One without a launcher now shows nothing, and another one may come without the files.
+        return found | {f"machine {number} ({host})": [] for _, number, host in self.lost}
 
     def replace(self) -> list[int]:
         """Wait for new launchers of the lost machines; return the numbers that are still absent."""
@@ -229,13 +256,15 @@ class Director:
             self.wait_ready()
         return absent
 
-    def share_of(self, run: RunConfig, home: Path, job: Job) -> Share:
-        """Return the ranks of this machine for one attempt, which starts those of the others."""
+    def share_of(self, run: RunConfig, home: Path, job: Job, step: int) -> Share:
+        """Return the ranks of this machine for one attempt, which continues from `step` and starts
+        those of the others.
+        """
         return replace(
-            self.share, begin=lambda port: self._start(run, home, job, port), leave=self.leave
+            self.share, begin=lambda port: self._start(run, home, job, step, port), leave=self.leave
         )
 
-    def _start(self, run: RunConfig, home: Path, job: Job, port: int) -> None:
+    def _start(self, run: RunConfig, home: Path, job: Job, step: int, port: int) -> None:
         """Have the others start their ranks, whose store is that of rank 0 at `port`."""
         self.lost.clear()
         self.halted = False
@@ -250,16 +279,13 @@ class Director:
                     "job": job.name,
                     "arguments": dict(job.arguments),
                     "port": port,
+                    "step": step,
                 },
             )
 
     def attend(self, seconds: float) -> bool:
         """Read what the others report within so many seconds; return whether all have to halt."""
-        for peer, message in self._messages(seconds):
-            if "report" in message:
-                peer.report = message["report"]
-                peer.reported = time.monotonic()
-            self.halted = self.halted or "failing" in message
+        self._hear(seconds)
         return self.halted
 
     def halt(self) -> None:
@@ -351,15 +377,24 @@ class Director:
             connection.send({"do": "end", "code": BadEnvironment.exit_code, "text": text})
         connection.close()
 
-    def _messages(self, seconds: float | None) -> list[tuple[Peer, dict[str, Any]]]:
+    def _hear(self, seconds: float | None) -> None:
+        """Take note of what the others say within so many seconds, None: of what comes next."""
         known = {peer.connection: peer for peer in self.peers.values()}
-        found: list[tuple[Peer, dict[str, Any]]] = []
         for one in ready(list(known), seconds) or ():
+            peer = known[one]
             try:
-                found += [(known[one], message) for message in one.receive()]
+                messages = one.receive()
             except Lost:
-                self._lose(known[one])
-        return found
+                self._lose(peer)
+                continue
+            for message in messages:
+                if "report" in message:
+                    peer.reported = time.monotonic()
+                peer.report = message.get("report", peer.report)
+                peer.refused = message.get("error", peer.refused)
+                peer.held = message.get("held", peer.held)
+                peer.ready = peer.ready or "ready" in message
+                self.halted = self.halted or "failing" in message
 
     def _send(self, peer: Peer, body: dict[str, Any]) -> None:
         try:

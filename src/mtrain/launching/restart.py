@@ -82,7 +82,8 @@ class Attempts:
             supervisor, share = Supervisor(errors, ADVICE), None
             if self.director is not None:
                 supervisor = DirectingSupervisor(errors, ADVICE, self.director)
-                share = self.director.share_of(self.run, self.home, job)
+                begun = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+                share = self.director.share_of(self.run, self.home, job, begun)
             try:
                 run_ranks(self.run, self.home, job, environment, supervisor, share)
                 return
@@ -94,7 +95,6 @@ class Attempts:
                 if supervisor.stops and self.run.resilience.restarts:
                     raise Preempted(f"stopped on request, and not restarted: {error}") from None
                 self._again(failure)
-                self._replace(failure)
 
     def _replace(self, failure: Failure) -> None:
         """Wait for a new launcher of each lost machine.
@@ -122,6 +122,8 @@ class Attempts:
         self.furthest = reached
         self.futile.append(failure)
         self._refuse()
+        # First: what its machine holds decides where the run goes on.
+        self._replace(failure)
         root = self.home / CHECKPOINTS
         with suppress(OSError):
             ckpt_folder.sweep(root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,7 +46,7 @@ from mtrain.train.loop.interruptions import StopRequest
 from mtrain.train.loop.trainer import Trainer
 from mtrain.world import faults
 from mtrain.world.init import World, joined
-from mtrain.world.rank_env import End
+from mtrain.world.rank_env import End, RankEnv
 from mtrain.world.stacks import ERRORS
 from mtrain.world.watchdog import watching
 
@@ -85,6 +85,8 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
     try:
         with joined(run) as world:
             paths = locate(world)
+            part = ckpt_local.part_of(paths.folder, paths.checkpoint, RankEnv.here().machine)
+            paths = replace(paths, checkpoint=part)
             startup.mark(startup.JOINING)
             if paths.cpu_matmul is not None:
                 kernels = run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})
@@ -137,7 +139,7 @@ def run_hooks(
         progress,
         splits.describe(),
         writer,
-        ckpt_local.place_of(folder, run.checkpoint.local_dir),
+        ckpt_local.place_of(folder, run.checkpoint.local_dir, RankEnv.here().machine),
         from_local=begun is not None and ckpt_local.holds(folder, begun),
     )
     # Whatever may end a run comes after the checkpoints, so it loses no step.

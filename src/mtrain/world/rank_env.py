@@ -94,6 +94,11 @@ class RankEnv:
         )
 
     @property
+    def machine(self) -> int | None:
+        """Return the number of this machine; None: it has all ranks."""
+        return None if self.local_size >= self.size else self.rank // self.local_size
+
+    @property
     def serves(self) -> bool:
         """Return whether this process serves the store."""
         return self.rank == 0 and not self.launcher_serves

@@ -126,7 +126,9 @@ class BackgroundSaves:
         """Save with `writer`, which is this object's from here on; None: start one if needed."""
         self.device = device
         self.local_rank = local_rank
+        self._world = ranks
         self._ranks = ranks
+        """The ranks of the save under way: all, or those of this machine."""
         self._limits = limits
         self._number = 0
         self._total = 0
@@ -196,8 +198,13 @@ class BackgroundSaves:
         if self.device.runs_ahead:
             self.device.set_index(self.local_rank)
 
-    def begin(self, job: Job) -> None:
-        """Begin a save, of which none is under way, on every rank.
+    @property
+    def leads(self) -> bool:
+        """Return whether this rank commits the save under way."""
+        return self._ranks.rank == 0
+
+    def begin(self, job: Job, ranks: Meeting | None = None) -> None:
+        """Begin a save of `ranks`, of which none is under way, on every rank; None: all ranks.
 
         When it returns, tensors that may change at any time are copied. The others must not be
         written to until `secured`.
@@ -205,6 +212,7 @@ class BackgroundSaves:
         assert self._pending is None
         self.problem = ""
         self._number += 1
+        self._ranks = ranks or self._world
         self._token = self._token or self._agreed_token()
         refused = ""
         try:
@@ -218,6 +226,8 @@ class BackgroundSaves:
             space.to_write(one.file for one in job.contents),
             "in waves" if capacity < job.room else "",
         )
+        if ranks is not None:  # those of other machines must wait for waves here as well
+            waves = self._world.barrier(waves)
         self.in_waves = bool(waves)
         if refused:
             self._pending = _Pending(self._number, job, None)
@@ -257,7 +267,7 @@ class BackgroundSaves:
             if not self.problem:
                 self.fail(
                     f"the checkpoint {pending.job.path} is not complete: the writer of rank"
-                    f" {self._ranks.rank} (process {self._writer.pid}) {how}"
+                    f" {self._world.rank} (process {self._writer.pid}) {how}"
                 )
 
     def finish(self) -> None:
@@ -319,7 +329,7 @@ class BackgroundSaves:
 
     def _agreed_token(self) -> str:
         """Return a word that no earlier process of this run had."""
-        return self._ranks.tell(f"{time.time_ns():x}" if self._ranks.rank == 0 else "")
+        return self._world.tell(f"{time.time_ns():x}" if self._world.rank == 0 else "")
 
     def _started(self) -> WriterProcess:
         """Return a writer that is well."""

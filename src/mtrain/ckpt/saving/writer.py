@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import durable, units
-from mtrain.ckpt import folder, index, retention, shard_file, space
+from mtrain.ckpt import folder, index, local, retention, shard_file, space
 from mtrain.ckpt.new_file import Ring
 from mtrain.ckpt.saving import staging
 from mtrain.ckpt.saving.channel import Channel, Closed
@@ -183,7 +183,8 @@ class Save:
         """Wait for the files of all ranks, and give the folder its name."""
         self._await_ranks(index.of_all(self.draft, self.size))
         with self._disk():
-            body = manifest | index.merged(self.draft, self.size)
+            part = local.PART in manifest["state"]
+            body = manifest | index.merged(self.draft, self.size, part=part)
         self._retried(lambda: self._name(body))
         self._enter(staging.ON_DISK)
         # Whatever becomes of older checkpoints, this one is committed.

@@ -221,12 +221,14 @@ def permanent_checkpoints(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT438", EVERY, detail, [*fixes, {EVERY: None}])
 
 
-@rule("MT455", reads=f"{LOCAL} {LOCALLY} cluster.nodes parallel.ranks")
+@rule("MT455", reads=f"{LOCAL} {LOCALLY} cluster.nodes parallel.ranks launch.kind launch.tasks")
 def local_checkpoints_of_machines(run: RunConfig) -> Iterator[Finding]:
-    """Require that one machine has all ranks of a run with local checkpoints."""
+    """Require one process of mtrain on each machine of a run with local checkpoints."""
     machines = min(run.cluster.nodes, run.parallel.ranks)
-    if run.checkpoint.local_dir is not None and machines > 1:
-        detail = f"{run.parallel.ranks} ranks on {machines} machines"
+    kind = run.launch.kind
+    by_rank = kind == "torchrun" or (kind != "local" and run.launch.tasks == "device")
+    if run.checkpoint.local_dir is not None and machines > 1 and by_rank:
+        detail = f"{run.parallel.ranks} ranks on {machines} machines, each started by {kind}"
         yield Finding("MT455", LOCAL, detail, [NO_LOCAL], unset=True)
 
 

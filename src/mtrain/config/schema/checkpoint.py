@@ -78,7 +78,8 @@ class UnresolvedCheckpoint(Section):
     local_dir: str | None = None
     """Folder on a local disk, or in memory such as /dev/shm, for local checkpoints: the newest
     serves a restart on this machine, and a run that ends by itself or on request leaves none.
-    Needs local_interval, and all ranks on one machine. null: no local checkpoints.
+    Needs local_interval; on several machines, each has one process of mtrain, which starts its
+    ranks, and holds all that they need. null: no local checkpoints.
     """
     local_interval: Annotated[PositiveInt | None, Key(when=LOCAL, unit="steps")] = None
     """Steps between local checkpoints in local_dir. A step gets none if a checkpoint in the run

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.ckpt import folder
+from mtrain.ckpt.local import PART
 from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import RUN_FILE
 from mtrain.config.engine.formats import is_half
@@ -111,7 +112,8 @@ def judge(
     problems = _of_keys(run, other, differences, step, source)
     # Another model lacks most tensors, and its keys say why; so does damage.
     damage = tuple(damage)
-    if not (damage or any(effect_of(key) is Effect.ARCHITECTURE for key in differences)):
+    part = PART in manifest["state"]
+    if not (part or damage or any(effect_of(key) is Effect.ARCHITECTURE for key in differences)):
         problems += _of_tensors(run, other, manifest, source.parent)
     changes = tuple(f"{key}: {show(old)} -> {show(new)}" for key, (old, new) in differences.items())
     numbers = (*_numbers(differences), *_rounded(run, other)) if trained else ()

@@ -145,6 +145,8 @@ class Checkpoints(Hook):
             self._save(context, last=True)
         if context.world.is_rank0:
             ckpt_local.remove(self.root.parent)
+        elif self.local is not None and self.local.machine and context.world.local_rank == 0:
+            ckpt_local.clear(self.local)
 
     def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
         """Save the steps since the last checkpoint, if there are any."""
@@ -181,12 +183,18 @@ class Checkpoints(Hook):
             ckpt_state.begin_save(self.saves, *place, owner=self.local.owner)
             self.unsecured = True
             return
+        problem = ""
+        path = self.local.root
         try:
             path = ckpt_state.save(*place, owner=self.local.owner)
         except TrainingError as error:
             if not error.shared:
                 raise
-            self._refused(context, str(error), last=False)
+            problem = str(error)
+        if self.local.machine is not None:  # each machine has saved by itself
+            problem = ckpt_state.meeting_of(context.world, context.run).barrier(problem)
+        if problem:
+            self._refused(context, problem, last=False)
             return
         self._saved_locally(context, path)
 
@@ -271,7 +279,7 @@ class Checkpoints(Hook):
         self.saves.abort()
         # Before rank 0 removes the files: no writer works on them any more.
         ckpt_state.meeting_of(context.world, context.run).barrier()
-        if context.world.is_rank0:
+        if self.saves.leads:
             self.saves.sweep(root)
         self._refused(context, problem, last=last)
 
