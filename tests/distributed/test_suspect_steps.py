@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import random
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -57,9 +59,10 @@ def watched(name: str, steps: int, **keys: Any) -> RunConfig:
 
 
 def train(
-    run: RunConfig, home: Path, fault: str = "", spike: int = 0
+    run: RunConfig, home: Path, fault: str = "", spikes: Sequence[int] = ()
 ) -> tuple[str, int | None, list[dict[str, Any]], int]:
-    """Train on this rank with an injected fault, or with odd samples in the step `spike`.
+    """Train on this rank with an injected fault, or with odd data: samples of one token only, in
+    the steps `spikes`.
 
     Returns:
         The error, the rank at fault, the attributions, and the steps that were computed again.
@@ -82,8 +85,8 @@ def train(
 
     def batch(samples: Any, numbers: Any, *more: Any) -> Any:
         found = real(samples, numbers, *more)
-        odd = np.asarray(numbers) // size == spike - 1
-        found[odd] = np.random.RandomState(spike).randint(0, samples.vocab_size, found.shape[1])
+        odd = np.isin(np.asarray(numbers) // size + 1, spikes)
+        found[odd] = np.asarray(numbers)[odd, None] // size % samples.vocab_size
         return found
 
     def noted(suspects: Suspects, config: Any) -> None:
@@ -92,7 +95,7 @@ def train(
 
     error = ""
     rank = None
-    MockSamples.batch = batch if spike else real  # type: ignore[method-assign]
+    MockSamples.batch = batch if spikes else real  # type: ignore[method-assign]
     Suspects.__init__ = noted  # type: ignore[method-assign]
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -110,6 +113,24 @@ def train(
     return error, rank, found, made[0].checked if made else 0
 
 
+def test_suspect_steps_name_data_or_rank(tmp_path: Path) -> None:
+    import_engine()
+
+    def job() -> list[Any]:
+        spiked = train(watched("dp2", 6), tmp_path / "spiked", spikes=[5])
+        flips = ("flip_gradient@4:1", "always:flip_weight@3:0")
+        run = watched("dp2", 4, **EACH_STEP)
+        return [spiked, *(train(run, tmp_path / fault, fault) for fault in flips)]
+
+    for spiked, gradient, weight in run_ranks(2, job):
+        assert spiked[0] == ""
+        assert [each["kind"] for each in spiked[2]] == ["data"]
+        assert set(spiked[2][0]["documents"]) < {f"sample {number}" for number in range(48, 60)}
+        for rank, (error, named, found, _) in ((1, gradient), (0, weight)):
+            assert f"the device of rank {rank} (" in error
+            assert (found[0]["kind"], found[0]["rank"], named) == ("device", rank, rank)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_suspect_steps_of_layout_name_only_the_culprit(name: str, tmp_path: Path) -> None:
@@ -118,13 +139,81 @@ def test_suspect_steps_of_layout_name_only_the_culprit(name: str, tmp_path: Path
     flips = [f"flip_{what}@3:{ranks - 1}" for what in ("weight", "gradient", "activation")]
 
     def job() -> list[Any]:
-        clean = train(watched(name, 3, **EACH_STEP), tmp_path / "clean")
         run = watched(name, 3, **EACH_STEP)
+        clean = train(run, tmp_path / "clean")
         return [clean, *(train(run, tmp_path / fault, fault) for fault in flips)]
 
     for clean, *flipped in run_ranks(ranks, job):
         assert clean == ("", None, [], 3)
         for error, rank, found, _ in flipped:
-            print(name, error, rank, found)
             assert rank == ranks - 1, error
             assert [each["kind"] for each in found] == ["device"]
+
+
+@pytest.mark.full
+def test_suspect_steps_persistent_error_without_replica_is_unknown(tmp_path: Path) -> None:
+    import_engine()
+    fault = "always:flip_gradient@3:1"
+
+    def job() -> Any:
+        return train(watched("tp2", 3, **EACH_STEP), tmp_path / "run", fault)
+
+    for error, rank, found, _ in run_ranks(2, job):
+        assert (found[0]["kind"], rank) == ("unknown", None)
+        assert "no replica tells a device that errs the same way each time" in found[0]["why"]
+        assert "the device" not in error
+
+
+SPIKES = {"dp3": [40, 50, 60, 70, 80], "tp2dp2": [41, 51, 61, 71, 81]}
+
+
+def seeded(name: str, each: int) -> list[str]:
+    """Return flips of each kind, `each` of them once and as many each time."""
+    draw = random.Random(name)
+    kinds = ("weight", "gradient", "activation")
+    ranks = LAYOUTS[name]["ranks"]
+    return [
+        f"{always}flip_{kind}@{draw.randint(3, 6)}:{draw.randrange(ranks)}"
+        for kind in kinds
+        for always in ("", "always:")
+        for _ in range(each)
+    ]
+
+
+@pytest.mark.full
+def test_suspect_steps_40_faults_are_attributed(tmp_path: Path) -> None:
+    import_engine()
+    right = total = 0
+    for name, each in (("dp3", 3), ("tp2dp2", 2)):
+        flips = seeded(name, each)
+
+        def job(name: str = name, flips: list[str] = flips) -> list[Any]:
+            run = watched(name, 6, **EACH_STEP)
+            made = [train(run, tmp_path / name / fault, fault) for fault in flips]
+            return [*made, train(watched(name, 82), tmp_path / name / "data", "", SPIKES[name])]
+
+        *flipped, (_, _, data, _) = run_ranks(LAYOUTS[name]["ranks"], job, timeout_s=600)[0]
+        for fault, (_, rank, found, _) in zip(flips, flipped, strict=True):
+            named = [(each["kind"], each["rank"]) for each in found]
+            good = named == [("device", rank)] and fault.endswith(f":{rank}")
+            right += good
+            total += 1
+            if not good:
+                print(name, fault, found)
+        print(name, [each["trigger"] for each in data])
+        right += min(len(SPIKES[name]), sum(each["kind"] == "data" for each in data))
+        total += len(SPIKES[name])
+    print(f"{right} of {total} right")
+    assert total == 40
+    assert right >= 38
+
+
+@pytest.mark.full
+def test_suspect_steps_500_clean_ones_trigger_nothing(tmp_path: Path) -> None:
+    import_engine()
+
+    def job() -> Any:
+        return train(watched("dp2", 500), tmp_path / "run")
+
+    for end in run_ranks(2, job, timeout_s=600):
+        assert end == ("", None, [], 0)

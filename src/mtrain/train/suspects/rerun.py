@@ -53,7 +53,7 @@ class Verdict:
     """The result of a check; the record of its step has it as `attribution`."""
 
     kind: str
-    """data, device, or unknown where the two cannot be told apart."""
+    """data, device, or unknown where the two cannot be distinguished."""
     trigger: str
     rank: int | None = None
     """The rank at fault; None: the data is, or several ranks may be."""
@@ -101,7 +101,7 @@ class Computed:
     """Checksums of what this rank sent, and of its results."""
     sizes: list[float]
     local: int
-    """How many of them come before gradients are added up over replicas."""
+    """The number of them before gradients are added up over replicas."""
 
 
 class Suspects:
@@ -135,8 +135,8 @@ class Suspects:
         second = computed(context, batches, measures=True)
         trigger = anomaly or INTERVAL
         verdict = self._judge(context, trigger, start, first, second)
-        if context.world.grid.dp > 1:
-            # Neighbours have left the gradients of other samples.
+        if verdict.kind == "data":
+            # The last gradients are those of the neighbour's samples.
             start.restore(context)
             second = computed(context, batches)
         if anomaly or verdict.kind == "device":
@@ -213,17 +213,16 @@ class Suspects:
         grid = world.grid
         mates = [_mate(grid, rank) for rank in range(world.size)]
         place = f"suspects/{context.state.step}"
-        world.store.set(f"{place}/rng/{world.rank}", save_tensors(start.rng))
-        theirs = load_tensors(world.store.get(f"{place}/rng/{mates[world.rank]}"))
-        start.restore(context, theirs)
+        world.store.set(f"{place}/rng/{world.rank}", save_tensors(start.rng).hex())
+        theirs = bytes.fromhex(world.store.get(f"{place}/rng/{mates[world.rank]}").decode())
+        start.restore(context, load_tensors(theirs))
         owner = (world.coords["dp"] + 1) % grid.dp
         consumed = context.state.consumed_samples
         size = size_after(context.batch_sizes, consumed)
         batches = context.prefetcher.read_for(owner, consumed, size)
         third = computed(context, batches, measures=True)
-        made = _told(
-            world, f"{place}/made", [asdict(_local(context, each)) for each in (second, third)]
-        )
+        both = [asdict(_local(context, made)) for made in (second, third)]
+        made = _told(world, f"{place}/made", both)
         disputes: list[Dispute] = []
         for first in range(grid.dp if made else 0):
             ranks = [rank for rank in range(world.size) if grid.coords(rank)["dp"] == first]
@@ -360,8 +359,8 @@ def _flags(one: Computed, other: Computed) -> list[tuple[str, bool]]:
         return [(key, a != b) for key, (a, b) in zip(one.keys, pairs, strict=True)]
     # Before megatron-core knows in which order gradients become ready, it sends them in another.
     known = dict(zip(other.keys, other.sums, strict=True))
-    pairs = zip(one.keys, one.sums, strict=True)
-    return [(key, value != known.get(key)) for key, value in pairs if key.startswith(OWN)]
+    results = zip(one.keys, one.sums, strict=True)
+    return [(key, value != known.get(key)) for key, value in results if key.startswith(OWN)]
 
 
 def _local(context: TrainContext, made: Computed) -> Computed:
@@ -375,8 +374,10 @@ def _local(context: TrainContext, made: Computed) -> Computed:
         for place, key in enumerate(made.keys[: made.local])
         if key.partition(":")[0] not in names or "gather" not in key
     ]
-    parts = [[values[place] for place in kept] for values in (made.keys, made.sums, made.sizes)]
-    return Computed([], *parts, len(kept))
+    keys = [made.keys[place] for place in kept]
+    sums = [made.sums[place] for place in kept]
+    sizes = [made.sizes[place] for place in kept]
+    return Computed([], keys, sums, sizes, len(kept))
 
 
 def _bucket_groups(context: TrainContext) -> list[Any]:
