@@ -51,7 +51,7 @@ def replicas_to_compare(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
-    Code("MT360", example=f"{RERUN}=on_anomaly cluster=h100_8x"),
+    Code("MT360", example=f"{RERUN}=on_anomaly cluster=h100x8"),
     reads=f"{RERUN} trainer.deterministic cluster.device",
 )
 def deterministic_reruns(run: RunConfig) -> Iterator[Finding]:
