@@ -151,7 +151,7 @@ def test_suspect_steps_of_layout_name_only_the_culprit(name: str, tmp_path: Path
 
 
 @pytest.mark.full
-def test_suspect_steps_persistent_error_without_replica_is_unknown(tmp_path: Path) -> None:
+def test_suspect_steps_without_replica_may_be_unknown(tmp_path: Path) -> None:
     import_engine()
     fault = "always:flip_gradient@3:1"
 

@@ -57,9 +57,7 @@ class Recorder:
     sums: list[torch.Tensor] = field(default_factory=list)
     """A checksum of what this rank gave; int64 scalars."""
     sizes: list[torch.Tensor] = field(default_factory=list)
-    """Their magnitudes, the largest of each tensor added up; fp32 scalars, infinite where a number
-    is not finite.
-    """
+    """The largest magnitudes; fp32 scalars, the largest one where a number is not finite."""
     counts: Counter[str] = field(default_factory=Counter)
 
     def note(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -67,10 +65,11 @@ class Recorder:
         with torch.no_grad():
             own = [tensor.detach() for tensor in tensors]
             self.keys.append(key)
-            self.sums.append(_total([checksum(t) for t in own], torch.int64))
+            sums = [checksum(t) for t in own] or [torch.zeros((), dtype=torch.int64)]
+            self.sums.append(torch.stack(sums).sum())
             if self.measures:
                 sizes = [_size(t) for t in own if t.is_floating_point() and t.numel()]
-                self.sizes.append(_total(sizes, torch.float32))
+                self.sizes.append(torch.stack(sizes or [torch.zeros(())]).max())
 
     def note_own(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         """Record results that no other rank receives."""
@@ -111,13 +110,9 @@ class Recorder:
         self.note(f"{heard}:{self.counts[heard]}", tensors if gives else [])
 
 
-def _total(values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.stack(list(values)).sum() if values else torch.zeros((), dtype=dtype)
-
-
 def _size(tensor: torch.Tensor) -> torch.Tensor:
     size = tensor.abs().max().float()
-    return torch.where(size.isfinite(), size, float("inf"))
+    return torch.where(size.isfinite(), size, torch.finfo(torch.float32).max)
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
+from mtrain import strict_json
 from mtrain.ckpt.state import rng_tensors, set_rng_tensors
 from mtrain.config.resolve.batches import size_after
 from mtrain.config.schema.resilience import ResilienceConfig
@@ -213,9 +212,11 @@ class Suspects:
         grid = world.grid
         mates = [_mate(grid, rank) for rank in range(world.size)]
         place = f"suspects/{context.state.step}"
-        world.store.set(f"{place}/rng/{world.rank}", save_tensors(start.rng).hex())
-        theirs = bytes.fromhex(world.store.get(f"{place}/rng/{mates[world.rank]}").decode())
-        start.restore(context, load_tensors(theirs))
+        own = {name: state.tolist() for name, state in start.rng.items()}
+        world.store.set(f"{place}/rng/{world.rank}", strict_json.dumps(own))
+        theirs = json.loads(world.store.get(f"{place}/rng/{mates[world.rank]}"))
+        rng = {name: state.new_tensor(theirs[name]) for name, state in start.rng.items()}
+        start.restore(context, rng)
         owner = (world.coords["dp"] + 1) % grid.dp
         consumed = context.state.consumed_samples
         size = size_after(context.batch_sizes, consumed)
@@ -433,7 +434,7 @@ def _named(context: TrainContext, flag: bool) -> list[int]:
 
 def _told(world: Any, place: str, value: Any) -> list[Any]:
     """Give a value of JSON to rank 0; return those of all ranks there, and nothing elsewhere."""
-    world.store.set(f"{place}/{world.rank}", json.dumps(value))
+    world.store.set(f"{place}/{world.rank}", strict_json.dumps(value))
     if not world.is_rank0:
         return []
     return [json.loads(world.store.get(f"{place}/{rank}")) for rank in range(world.size)]
@@ -441,4 +442,4 @@ def _told(world: Any, place: str, value: Any) -> list[Any]:
 
 def _decided(context: TrainContext, value: Any) -> Any:
     """Return the value of rank 0, on every rank."""
-    return json.loads(context.world.tell(json.dumps(value)))
+    return json.loads(context.world.tell(strict_json.dumps(value)))
