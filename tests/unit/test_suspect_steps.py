@@ -13,7 +13,7 @@ from mtrain.data.store.indexed import IndexedDataset, IndexedWriter
 from mtrain.train.suspects.blame import Dispute, culprit, roots
 
 
-def test_roots_first_difference_that_was_not_received() -> None:
+def test_suspect_steps_root_sends_first_difference() -> None:
     # rank 1 sends other bits into "b"; rank 0 passes them on in "c", and rank 2 never hears of them
     heard = [
         [("a", False), ("b", False), ("c", True), ("rank 0:loss", True)],
@@ -29,7 +29,7 @@ def test_roots_first_difference_that_was_not_received() -> None:
     ]
 
 
-def test_culprit_takes_part_in_most_disputes_or_is_larger() -> None:
+def test_suspect_steps_culprit_is_in_most_disputes() -> None:
     # three replicas: 1 is in both disputes
     assert culprit([Dispute(0, 1, 1.0, 1.1), Dispute(1, 2, 1.1, 1.0)], 4.0) == 1
     # two replicas: the same two ranks in both
@@ -40,7 +40,7 @@ def test_culprit_takes_part_in_most_disputes_or_is_larger() -> None:
     assert culprit([], 4.0) is None
 
 
-def test_origin_names_corpus_and_documents(tmp_path: Path) -> None:
+def test_suspect_steps_origin_names_documents(tmp_path: Path) -> None:
     parts = []
     for name in ("a", "b"):
         with IndexedWriter(tmp_path / name, np.dtype("<u2")) as writer:

@@ -62,7 +62,7 @@ def deterministic_reruns(run: RunConfig) -> Iterator[Finding]:
         return
     device = run.cluster.device
     if not facts_of(device).on_host:
-        fixes = [{"trainer.deterministic": True}, {RERUN: "off"}]
+        fixes: list[dict[str, object]] = [{"trainer.deterministic": True}, {RERUN: "off"}]
         yield Finding("MT360", RERUN, f"trainer.deterministic=false on {device}", fixes)
 
 
