@@ -20,6 +20,7 @@ from mtrain.errors import (
     BadEnvironment,
     ConfigError,
     CorruptData,
+    DeviceFault,
     MtrainError,
     Preempted,
     TrainingError,
@@ -269,10 +270,13 @@ class Supervisor:
             details = f"; details in {self.errors / record_name(rank)}" if self.advice else ""
             error = TrainingError(self._advised(f"{text}{details}"))
         at_fault = rank
+        device_fault = cause["kind"] == DeviceFault.__name__
         if cause["at_fault"] is not None:
             at_fault = cause["at_fault"]
-            text = f"rank {at_fault} holds the run up: {summary.partition('; stacks: ')[0]}"
-        helps = error.exit_code not in NOT_RESTARTED
+            if not device_fault:
+                text = f"rank {at_fault} holds the run up: {summary.partition('; stacks: ')[0]}"
+        # A restart would use the same device again.
+        helps = error.exit_code not in NOT_RESTARTED and not device_fault
         return Failure(at_fault, cause["kind"], text, error, cause["step"], helps)
 
     def _advised(self, text: str) -> str:

@@ -1,6 +1,8 @@
 """The section `resilience`: how a run survives a failure."""
 
-from typing import Annotated
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from mtrain.config.schema.base import Key, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -26,4 +28,19 @@ class ResilienceConfig(Section):
     """Steps between two comparisons of the weights of data-parallel replicas, by a checksum of each
     tensor, after backward and before the update. If they differ, the run names the rank, its
     machine and the tensor, and ends with exit code 5. null: no comparison.
+    """
+    rerun: Literal["off", "on_anomaly", "every_n"] = "off"
+    """Steps whose forward and backward are computed a second time before the update, from the same
+    weights, samples and random numbers. on_anomaly: those whose loss or gradient norm is not
+    finite, or above `spike_factor` times its running median; every_n: each `rerun_interval`-th. If
+    the bits are the same, the data is at fault, and its documents are named; if not, the device of
+    a rank is, and the run ends with exit code 5. `metrics.jsonl` has the result as `attribution`.
+    """
+    rerun_interval: Annotated[PositiveInt, Key(when="resilience.rerun=every_n")] = 100
+    """Steps between two that are computed again."""
+    spike_factor: Annotated[float, Field(gt=1), Key(when="resilience.rerun=on_anomaly|every_n")] = (
+        4.0
+    )
+    """The multiple of its median over the last 100 normal steps above which a loss or a gradient
+    norm is an anomaly; nothing is compared before 10 steps of this process.
     """
