@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from mtrain import startup, strict_json
@@ -30,6 +31,7 @@ from mtrain.launching.jobs import TRAIN, Job
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import end, leave, run_rank
 from mtrain.processes import die_with
+from mtrain.world.fingerprints import DESCRIPTOR, Memory, shared
 from mtrain.world.rank_env import LISTEN_FD
 from mtrain.world.stacks import ERRORS
 
@@ -53,6 +55,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     LISTEN_FD,
+    DESCRIPTOR,
 )
 
 
@@ -84,32 +87,38 @@ def run_ranks(
     forks = may_fork(run)
     if not forks:
         _describe(run, home, job)
-    with _listening() as listener:
+    with _listening() as listener, shared(ranks) as fingerprints:
         port = listener.getsockname()[1]
         frozen = gc.get_freeze_count()
         gc.freeze()  # a collection in a forked rank would copy every page that it visits
 
         def start(rank: int) -> int:
-            begun = {startup.VARIABLE: startup.current().passed_on()}
-            own = {**environment, **placed(rank, ranks, HOST, port), **begun}
+            own = {
+                **environment,
+                **placed(rank, ranks, HOST, port),
+                startup.VARIABLE: startup.current().passed_on(),
+                DESCRIPTOR: str(fingerprints),
+            }
             if forks:
                 return _fork(run, home, job, rank, own, listener)
-            return _execute(home, rank, own, listener)
+            return _execute(home, rank, own, listener, fingerprints)
 
+        memory = supervisor.memory = Memory(fingerprints)
         try:
             supervisor.start(start, ranks)
         finally:
             startup.forget()
             if not frozen:  # a caller that froze earlier unfreezes itself
                 gc.unfreeze()
-    if job.name != TRAIN:
-        supervisor.wait()
-        return
-    try:
-        with ended(home, begun, supervisor.advice):
+    with closing(memory):
+        if job.name != TRAIN:
             supervisor.wait()
-    finally:
-        account.write(home)
+            return
+        try:
+            with ended(home, begun, supervisor.advice):
+                supervisor.wait()
+        finally:
+            account.write(home)
 
 
 def may_fork(run: RunConfig) -> bool:
@@ -265,13 +274,16 @@ def _listening() -> socket.socket:
     return listener
 
 
-def _execute(home: Path, rank: int, environment: Mapping[str, str], listener: socket.socket) -> int:
+def _execute(
+    home: Path, rank: int, environment: Mapping[str, str], listener: socket.socket, memory: int
+) -> int:
     values = {**importable(environment), PARENT: str(os.getpid())}
     command = python("mtrain.launching.rank", str(home))
     if rank:
-        return execute(command, values)
+        return execute(command, values, memory)
     with listener.dup() as inherited:
-        return execute(command, {**values, LISTEN_FD: str(inherited.fileno())}, inherited.fileno())
+        values[LISTEN_FD] = str(inherited.fileno())
+        return execute(command, values, inherited.fileno(), memory)
 
 
 def _fork(

@@ -34,6 +34,7 @@ from mtrain.launching.supervise import Supervisor
 from mtrain.launching.warming import Warming
 from mtrain.launching.worker import describe, enter, environment_fault, leave, revive
 from mtrain.world import launchers
+from mtrain.world.fingerprints import DESCRIPTOR, shared
 from mtrain.world.launchers import Launched
 from mtrain.world.rank_env import LAUNCHER
 from mtrain.world.stacks import ERRORS
@@ -396,7 +397,7 @@ def _start(
 ) -> int:
     here = ranks // place.size
     first = place.rank * here
-    with scratch_folder() as scratch:
+    with scratch_folder() as scratch, shared(here) as fingerprints:
         given = scratch / RUN_FILE
         if run is not None:
             given.write_text(run_yaml(run))
@@ -407,10 +408,11 @@ def _start(
                 **placed(first + local_rank, ranks, place.host, place.port, first, here),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 PARENT: str(os.getpid()),
+                DESCRIPTOR: str(fingerprints),
             }
             if first + local_rank == 0:
                 values[RUN_GIVEN] = str(given)
-            return execute(python("mtrain", *argv), values)
+            return execute(python("mtrain", *argv), values, fingerprints)
 
         supervisor = Supervisor(scratch / ERRORS, "")
         supervisor.start(start, here)

@@ -1,6 +1,8 @@
 """The section `resilience`: how a run survives a failure."""
 
-from typing import Annotated
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from mtrain.config.schema.base import Key, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -25,4 +27,21 @@ class ResilienceConfig(Section):
     """Steps between two comparisons of the weights of data-parallel replicas, by a checksum of each
     tensor, after backward and before the update. If they differ, the run names the rank, its
     machine and the tensor, and ends with exit code 5. null: no comparison.
+    """
+    straggler_interval: Annotated[PositiveInt | None, Key(unit="steps")] = None
+    """Steps between two reports in which ranks compare the time of their own work, without waits
+    for other ranks. A rank is compared with those of its pipeline stage. On a GPU only the last of
+    these steps is timed. null: no comparison.
+    """
+    straggler_ratio: Annotated[
+        Annotated[float, Field(gt=1)], Key(when="resilience.straggler_interval")
+    ] = 2.0
+    """A rank whose own time exceeds so many times the median of its stage is slow in a report."""
+    straggler_reports: Annotated[PositiveInt, Key(when="resilience.straggler_interval")] = 3
+    """Reports in a row in which a rank has to be slow before it is named."""
+    on_straggler: Annotated[
+        Literal["report", "restart"], Key(when="resilience.straggler_interval")
+    ] = "report"
+    """report: a warning names the rank, its machine and its device; restart: the run then also
+    saves and ends with exit code 75, so that a scheduler can place it elsewhere.
     """
