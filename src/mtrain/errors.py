@@ -322,6 +322,19 @@ class TrainingError(MtrainError):
     """The rank at fault, if the rank that raises the error knows of one."""
 
 
+class DeviceFault(TrainingError):
+    """A device computes or keeps wrong numbers; no restart may use it again."""
+
+    shared = True
+
+    @classmethod
+    def of(cls, text: str, rank: int | None) -> Self:
+        """Return the error of all ranks that names one of them, if it is known."""
+        error = cls(text)
+        error.rank = rank
+        return error
+
+
 class Preempted(MtrainError):
     """Stopped on request after a committed checkpoint; the run can be resumed."""
 

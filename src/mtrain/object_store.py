@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 from mtrain.errors import BadEnvironment, MtrainError
 
-SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "memory")
-"""Stores that checkpoints can lie in."""
+SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "file", "memory")
+"""Stores that checkpoints can lie in: `file` on a disk that machines share, `memory` in one process
+only.
+"""
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 SECRET = re.compile(r"://[^/]*@|[?#]")
 T = TypeVar("T")
@@ -35,8 +37,10 @@ def without_secret(name: str) -> str:
     return f"{scheme and scheme[1]}://..." if has_secret(name) else name
 
 
-def unusable(url: str) -> str:
-    """Return why checkpoints cannot lie at an address; empty if they can."""
+def unusable(url: str, *, lasting: bool = False) -> str:
+    """Return why checkpoints cannot lie at an address, with `lasting` for longer than one process
+    lives; empty if they can.
+    """
     scheme, _, rest = url.partition("://")
     if not is_remote(url):
         return "it has no scheme"
@@ -44,6 +48,12 @@ def unusable(url: str) -> str:
         return "it holds credentials or a query, and logs show addresses"
     if scheme not in SCHEMES:
         return f"the scheme {scheme} is none of {', '.join(SCHEMES)}"
+    if lasting and scheme == "memory":
+        return "its objects end with the process that wrote them"
+    if scheme == "file":
+        if not rest.startswith("/"):
+            return "the path of a file address begins with /"
+        rest = rest[1:]
     bucket, _, prefix = rest.partition("/")
     if not bucket:
         return "it names no bucket"
@@ -67,9 +77,10 @@ def file_system(name: str, subject: str, **options: Any) -> Any:
 
         return fsspec.filesystem(scheme, **options)
     except ImportError as error:
+        more = " adlfs" if scheme in ("az", "abfs") else ""
         raise BadEnvironment(
             f"{subject} in {scheme}:// needs fsspec and its library for the store: {error}",
-            "  fix: pip install 'mtrain[fsspec]'",
+            f"  fix: pip install 'mtrain[fsspec]'{more}",
         ) from error
     except ValueError as error:
         raise BadEnvironment(f"{subject} in {scheme}://: fsspec knows no such store") from error

@@ -123,6 +123,18 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
 
 
 @pytest.mark.full
+def test_restarted_run_device_fault_is_not_restarted(tmp_path: Path) -> None:
+    words = [*RUN, "--restarts", "2", "--inject", "flip_gradient@4:1"]
+    done = mtrain(*words, "resilience.rerun=every_n", "resilience.rerun_interval=4", cwd=tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert "step 4: " in done.stderr
+    assert "the device of rank 1 (" in done.stderr
+    assert restarts(tmp_path / "runs/run") == []
+    (found,) = [line for line in metrics(tmp_path / "runs/run") if "attribution" in line]
+    assert (found["attribution"]["kind"], found["attribution"]["rank"]) == ("device", 1)
+
+
+@pytest.mark.full
 def test_restarted_run_without_checkpoint_begins_again(
     undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -69,7 +69,9 @@ MEASURES = {
     "hang_s": Measure("R5", "from the time limit to the end of a hang", 5.0, "s", timed=True),
     "stopped_s": Measure("R5", "from the limit to the end of SIGSTOP", 5.0, "s", timed=True),
     "writer_s": Measure("R5", "from the fault of a writer to the error", 5.0, "s", timed=True),
-    "orphans_s": Measure("R5", "until no process of a killed launcher is left", 10.0, "s"),
+    "orphans_s": Measure(
+        "R5", "until no process of a killed launcher is left", 10.0, "s", timed=True
+    ),
     "stop_s": Measure("R6", "from SIGTERM to exit 75, saved", 5.0, "s", timed=True),
     "second_stop_s": Measure("R6", "from a second SIGTERM to the end", 2.0, "s", timed=True),
     "first_step_s": Measure("R7", "from a failure to the next step", 10.0, "s", timed=True),
@@ -101,17 +103,21 @@ def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> int:
     return count
 
 
-def report(values: Mapping[str, list[float]]) -> tuple[list[str], bool]:
-    """Return the lines of all promises, and whether every measured one was held."""
+def report(values: Mapping[str, list[float]], *, missing: bool = True) -> tuple[list[str], bool]:
+    """Return the lines of all promises, and whether every measured one was held.
+
+    Without `missing`, only what was measured has lines.
+    """
     lines = []
     held = True
     for promise, text in PROMISES.items():
-        lines.append(f"{promise}  {text}")
-        for key, measure in MEASURES.items():
-            if measure.promise == promise:
-                line, fine = _line(measure, values.get(key, []))
-                lines.append(line)
-                held &= fine
+        keys = [key for key, measure in MEASURES.items() if measure.promise == promise]
+        own = [
+            _line(MEASURES[key], values.get(key, [])) for key in keys if missing or key in values
+        ]
+        if own:
+            lines += [f"{promise}  {text}", *(line for line, _ in own)]
+        held &= all(fine for _, fine in own)
     return lines, held
 
 

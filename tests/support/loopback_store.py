@@ -45,7 +45,7 @@ def main(mib: int) -> dict[str, Any]:
     boto3.client("s3").create_bucket(Bucket="bucket")
     found["no bucket"] = refused("s3://missing/run")
     with tempfile.TemporaryDirectory() as scratch:
-        saved = _saved(Path(scratch), mib)
+        saved = saved_at(Path(scratch), mib)
         place = Place("s3://bucket/run") / saved.name
         sent = transfer.upload(saved, place)
         found["sent"] = [sent.files, sent.nbytes, sent.seconds]
@@ -61,7 +61,7 @@ def main(mib: int) -> dict[str, Any]:
     return found
 
 
-def _saved(root: Path, mib: int) -> Path:
+def saved_at(root: Path, mib: int, step: int = 1) -> Path:
     """Return a checkpoint of random bytes in two files."""
     from mtrain.ckpt import folder, hashes
 
@@ -78,9 +78,9 @@ def _saved(root: Path, mib: int) -> Path:
         length = len(header).to_bytes(hashes.LENGTH_BYTES, "little")
         file.write_bytes(length + header + data)
         files[file.name] = hashes.wrote(file)
-    body: dict[str, Any] = {"step": 1, "ranks": 2, "state": {}, "tensors": {}, "files": files}
-    folder.commit(draft, root / folder.folder_name(1), body)
-    return root / folder.folder_name(1)
+    body: dict[str, Any] = {"step": step, "ranks": 2, "state": {}, "tensors": {}, "files": files}
+    folder.commit(draft, root / folder.folder_name(step), body)
+    return root / folder.folder_name(step)
 
 
 if __name__ == "__main__":

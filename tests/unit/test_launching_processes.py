@@ -11,18 +11,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import BadEnvironment, Preempted
-from mtrain.launching import child_process, signals, start, torchrun
+from mtrain.launching import child_process, local, signals, start
 from mtrain.launching.supervise import Supervisor
-from mtrain.world.launchers import Launched
 from tests.support.configs import LAPTOP, tiny
-from tests.support.launched import free_port
 
 NOHUP = "import signal; raise SystemExit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
 STOPPED = "import signal; raise SystemExit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)"
@@ -150,47 +147,12 @@ def test_processes_foreign_handler_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
         pass
 
 
-def test_processes_remote_rank_is_not_bound_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun: list[dict[str, str]] = []
-
-    def execute(command: list[str], environment: dict[str, str]) -> int:
-        begun.append(environment)
-        return start.fork(lambda: 0)
-
-    monkeypatch.setattr(torchrun, "execute", execute)
+def test_processes_remote_rank_is_not_bound_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, machines=2)
-    assert torchrun._start(place, [], resolve(tiny(parallel__ranks=4), LAPTOP), 4, None) == 0
-    assert [found["RANK"] for found in begun] == ["0", "1"]
-    assert [found["LOCAL_WORLD_SIZE"] for found in begun] == ["2", "2"]
-    for found in begun:
-        assert "GLOO_SOCKET_IFNAME" not in found, "lo does not lead to the other machine"
-        assert (
-            "OMP_NUM_THREADS" not in found
-            or found["OMP_NUM_THREADS"] == os.environ["OMP_NUM_THREADS"]
-        )
-        assert "TORCHELASTIC_RUN_ID" not in found
-
-
-def test_processes_second_machine_repeats_first_line_by_line() -> None:
-    port = free_port()
-    first = Launched("slurm", 0, 2, 0, 1, "127.0.0.1", port, machines=2)
-    store = torchrun._serve(first, None, BadEnvironment("there is no GPU", "  fix: cluster=cpu"))
-    with pytest.raises(BadEnvironment) as caught:
-        torchrun._share(replace(first, rank=1))
-    assert str(caught.value).splitlines()[1] == "  fix: cluster=cpu"
-    del store
-
-
-def test_processes_early_stopped_ranks_are_preempted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torchrun, "execute", started)
-    place = Launched("slurm", 0, 2, 0, 1, "first", 29500, machines=2)
-    assert (
-        torchrun._start(place, [], resolve(tiny(parallel__ranks=2), LAPTOP), 2, None)
-        == Preempted.exit_code
-    )
+    run = resolve(tiny(parallel__ranks=4), LAPTOP)
+    here = local.environment_of(run)
+    assert here["GLOO_SOCKET_IFNAME"] == "lo"
+    found = local.environment_of(run, share=start.Share(2, 2, "first"))
+    assert "GLOO_SOCKET_IFNAME" not in found, "lo does not lead to the other machine"
+    assert "TORCHELASTIC_RUN_ID" not in found

@@ -92,17 +92,17 @@ def test_launching_ranks_exist_where_fully_described(
 
 def test_launching_ranks_refuse_config_of_another_launcher(tmp_path: Path) -> None:
     run = resolve(tiny(), LAPTOP)
-    start._describe(run, tmp_path, jobs.MASKS)
+    start._describe(run, tmp_path, jobs.MASKS, tmp_path)
     assert start.read_start(tmp_path) == (jobs.MASKS, run.digest())
     (tmp_path / "run.yaml").write_text(run_yaml(resolve(tiny(trainer__seed=7), LAPTOP)))
     with pytest.raises(BadEnvironment, match="was changed after the run was started") as refused:
-        rank.perform(tmp_path, tmp_path / "errors", 0)
+        rank.perform(tmp_path, tmp_path, tmp_path / "errors", 0)
     assert run.digest()[:12] in str(refused.value)
 
 
 def test_launching_ranks_refuse_folder_without_launcher(tmp_path: Path) -> None:
     with pytest.raises(BadEnvironment, match=r"start\.json cannot be read: No such file"):
-        rank.perform(tmp_path, tmp_path / "errors", 0)
+        rank.perform(tmp_path, tmp_path, tmp_path / "errors", 0)
 
 
 def test_launching_ranks_refuse_differing_environment(
@@ -110,11 +110,11 @@ def test_launching_ranks_refuse_differing_environment(
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     run = resolve(tiny(cluster__device="cuda", trainer__deterministic=True), LAPTOP)
-    start._describe(run, tmp_path, jobs.MASKS)
+    start._describe(run, tmp_path, jobs.MASKS, tmp_path)
     with pytest.raises(
         BadEnvironment, match="CUBLAS_WORKSPACE_CONFIG is not in the environment of this rank"
     ):
-        rank.perform(tmp_path, tmp_path / "errors", 0)
+        rank.perform(tmp_path, tmp_path, tmp_path / "errors", 0)
 
 
 def test_launching_ranks_have_environment_without_home(

@@ -16,7 +16,7 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError
-from mtrain.launching import folder, torchrun
+from mtrain.launching import folder
 from mtrain.launching.resume import anchored
 from tests.support.configs import LAPTOP, refusals, tiny
 from tests.support.saved import committed
@@ -164,14 +164,11 @@ def test_local_folder_that_cannot_be_written_is_refused() -> None:
     assert "checkpoint.local_dir=local: cannot hold local checkpoints because" in str(refused.value)
 
 
-def test_local_checkpoints_of_several_machines_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+def test_local_checkpoints_of_several_machines_are_refused() -> None:
     parallel = SimpleNamespace(ranks=2)
     run = SimpleNamespace(parallel=parallel, checkpoint=run_of().checkpoint)
     with pytest.raises(ConfigError) as refused:
-        torchrun._refuse_local(run)  # type: ignore[arg-type]
+        folder.refuse_local(run, 1)  # type: ignore[arg-type]
     assert "error[MT455] checkpoint.local_dir=local: cannot keep local" in str(refused.value)
     assert "(1 of 2 ranks are on this machine)" in str(refused.value)
 

@@ -57,6 +57,8 @@ FEW_FILES = 256
 """Files whose sizes are compared one after the other."""
 LOOKS = 16
 """Files whose sizes are compared at a time, where there are more."""
+FETCHING = ".fetching-"
+"""The beginning of the name of a checkpoint that is being downloaded."""
 PARTS = {"step": int, "state": dict, "tensors": dict, "files": dict}
 """The parts of a manifest of every format, with their types."""
 
@@ -158,7 +160,7 @@ def sweep(root: Path) -> None:
         else:
             # killed between the two renames of `commit`: the older one is all that there is
             path.rename(final)
-    for path in [*root.glob(".saving-*"), *root.glob(".deleted-*")]:
+    for path in [p for name in (".saving-", ".deleted-", FETCHING) for p in root.glob(f"{name}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -31,6 +31,9 @@ from mtrain.world.generators import seed_generators
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
 
+OTHER_BYTES = 1 << 20
+"""Room for the states of generators, and for the ends of pages."""
+
 
 @dataclass
 class TrainState:
@@ -82,6 +85,14 @@ def save(
         )
     begin_phase("after save")
     return path
+
+
+def reserve(saves: BackgroundSaves, run: RunConfig, world: World, state: TrainState) -> None:
+    """Get the memory ready that saves of `state` in the background need; all ranks call it."""
+    shards, frozen = _shards(run, world, state, "")
+    own = [*shards, *(frozen.shards if frozen is not None else ())]
+    tensors = [shard.tensor for shard in own if shard.primary]
+    saves.reserve(sum(one.numel() * one.element_size() for one in tensors) + OTHER_BYTES)
 
 
 def begin_save(

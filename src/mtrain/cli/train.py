@@ -136,18 +136,16 @@ def _refuse_restarts(run: RunConfig, place: Launched) -> None:
 
 def _as_machine(argv: list[str], place: Launched, injected: Sequence[Fault]) -> int:
     """Start the ranks of this machine, as the one process that a scheduler started on it."""
-    from mtrain.launching import preflight, torchrun
+    from mtrain.launching import directed, preflight
 
     def compose(machines: int) -> RunConfig:
         composed = load(argv, machines=machines)
-        _refuse_restarts(composed.run, place)
         ranks_here = max(1, composed.run.parallel.ranks // machines)
         preflight.check(composed.run, argv, ranks_here=ranks_here)
         _warn(composed)
         return composed.run
 
-    given = ["--inject", ",".join(map(str, injected))] if injected else []
-    return torchrun.launch(place, [*argv, *given], compose)
+    return directed.launch(place, argv, injected, compose)
 
 
 def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:

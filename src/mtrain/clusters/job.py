@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mtrain.config.compose.dump import override, run_yaml
-from mtrain.config.compose.write_paths import CACHE, LOCAL, RESUME, RUNS
+from mtrain.config.compose.write_paths import CACHE, LOCAL, REMOTE, RESUME, RUNS
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.messages.keys import field_of
 from mtrain.config.schema.launch import LaunchConfig
@@ -93,10 +93,15 @@ class Job:
         `file`: the configuration's path, if it is not in the folder of runs.
         """
         given = [*self.launch.command, word("run", file or self.file)]
-        places = {CACHE: self.run.data.cache_dir, LOCAL: self.run.checkpoint.local_dir}
+        checkpoint = self.run.checkpoint
+        places = {
+            CACHE: self.run.data.cache_dir,
+            LOCAL: checkpoint.local_dir,
+            REMOTE: checkpoint.remote,
+        }
         if file is not None:
             places[RUNS] = self.run.log.runs_dir
-        # A file may not name a folder outside of the working folder; the command line may.
+        # A file may not name places outside of the working folder; the command line may.
         for key, value in places.items():
             field = field_of(key)
             if field is not None and value != field.default:

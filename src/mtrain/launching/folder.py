@@ -17,14 +17,15 @@ from mtrain import durable, locks, strict_json
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt import local as ckpt_local
 from mtrain.config.compose.dump import override, run_yaml
-from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, METRICS, RUN_FILE
+from mtrain.config.compose.lock_file import read_run_file
+from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, METRICS, REMOTE_FILE, RUN_FILE
 from mtrain.config.engine import kernels
 from mtrain.config.engine import release as engine
 from mtrain.config.machine.installed import version_of
 from mtrain.config.resolve.batches import counted, samples_of, stages
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError
 from mtrain.goodput.account import FILE
 from mtrain.goodput.log import LOG
 from mtrain.launching import matmul, resume
@@ -52,11 +53,14 @@ PREAMBLE = (
     LOG,
     FILE,
     ckpt_local.FILE,
+    REMOTE_FILE,
 )
 # Packages whose versions are recorded. megatron-core's is that of the loaded module.
 PACKAGES = ("mtrain", "torch", "pydantic", "hydra-core")
 # Seconds that a restarted run waits for the processes of its previous start to end
 RESTART_S = 20.0
+# Seconds in which another machine of a shared filesystem has to see a file of the run folder
+SEEN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def _plan(run: RunConfig, launch: str | None) -> Plan:
     earlier: Path | None = None
     checkpoint: Path | None = None
     if how == resume.AUTO:
-        earlier = resume.same_start(run, launch, _begun)
+        earlier = resume.same_start(run, launch, is_begun)
         checkpoint = resume.newest(earlier, notes) if earlier is not None else None
     elif how == "latest":
         earlier, checkpoint = resume.latest(run, notes)
@@ -158,7 +162,7 @@ def opened(
         with _writing(chosen.folder):
             refuse_links(chosen.folder)
             held = _claim(chosen.folder, patience_s)
-        if isinstance(held, _Held) and not (chosen.new and _begun(chosen.folder)):
+        if isinstance(held, _Held) and not (chosen.new and is_begun(chosen.folder)):
             break
         what = "exists already"
         if isinstance(held, _Held):
@@ -167,8 +171,8 @@ def opened(
             what = f"is in use by {held}"
         # only a name that mtrain made up may change
         if not chosen.new or run.log.name is not None:
-            raise _occupied(chosen.folder, what, f"log.name={_free_name(chosen.folder)}")
-        chosen = replace(chosen, folder=chosen.folder.with_name(_free_name(chosen.folder)))
+            raise _occupied(chosen.folder, what, f"log.name={free_name(chosen.folder)}")
+        chosen = replace(chosen, folder=chosen.folder.with_name(free_name(chosen.folder)))
     try:
         with _writing(chosen.folder):
             _check_checkpoints(chosen.folder / CHECKPOINTS)
@@ -186,6 +190,25 @@ def opened(
 
 
 @contextmanager
+def owned(home: Path, run: RunConfig) -> Iterator[None]:
+    """Own a run folder, which is made if it is missing, so that no run writes to it meanwhile.
+
+    Raises:
+        ConfigError: another process owns it.
+        BadEnvironment: it cannot be written.
+    """
+    with _writing(home):
+        refuse_links(home)
+        held = _claim(home, RESTART_S if run.checkpoint.resume == resume.AUTO else 0.0)
+    if not isinstance(held, _Held):
+        raise _occupied(home, f"is in use by {held}", f"log.name={free_name(home)}")
+    try:
+        yield
+    finally:
+        held.release()
+
+
+@contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
@@ -195,6 +218,39 @@ def _writing(folder: Path) -> Iterator[None]:
             f"the run folder {folder} cannot be written: {why}",
             "  fix: log.runs_dir=FOLDER that can be written",
         ) from None
+
+
+def unseen(home: Path, digest: str) -> str:
+    """Return why this machine does not see the run folder that rank 0 made; empty if it sees it."""
+    path = home / RUN_FILE
+    deadline = time.monotonic() + SEEN_S
+    while True:
+        try:
+            if read_run_file(path).digest() == digest:
+                return ""
+            why = f"it holds another configuration than rank 0 wrote (digest {digest[:12]})"
+        except (MtrainError, OSError) as error:
+            why = str(error).strip().splitlines()[0]
+        if time.monotonic() > deadline:
+            machine = os.uname().nodename
+            return (
+                f"machine {machine} does not see the run folder of rank 0, {path}: {why}\n"
+                "  fix: log.runs_dir=FOLDER of a filesystem that all machines share"
+            )
+        time.sleep(0.5)
+
+
+def refuse_local(run: RunConfig, here: int) -> None:
+    """Refuse local checkpoints where other machines have ranks of the run.
+
+    Raises:
+        ConfigError: this machine has only `here` of them.
+    """
+    local = run.checkpoint.local_dir
+    if local is not None and here < run.parallel.ranks:
+        rule = f"{here} of {run.parallel.ranks} ranks are on this machine"
+        fix = "checkpoint.local_dir=null checkpoint.local_interval=null"
+        raise ConfigError.of("MT455", "checkpoint.local_dir", local, rule, fix)
 
 
 def _check_checkpoints(root: Path) -> None:
@@ -217,7 +273,7 @@ def refuse_links(folder: Path) -> None:
         f"cannot be written because {link} is a symbolic link, and a run writes only into its own"
         " folder"
     )
-    free = f"log.name={_free_name(folder)}"
+    free = f"log.name={free_name(folder)}"
     if link == folder and os.path.isdir(folder):
         free = f"{override('checkpoint.resume', os.path.realpath(folder))}, or {free}"
     raise ConfigError.of("MT501", "log.name", folder.name, rule, free)
@@ -269,7 +325,7 @@ def _owner(folder: Path) -> str:
         return "another process"
 
 
-def _begun(folder: Path) -> bool:
+def is_begun(folder: Path) -> bool:
     """Return whether a run made a step or saved a file in a folder; a run that failed earlier may
     be repeated there.
     """
@@ -360,21 +416,22 @@ def _new_folder(run: RunConfig, launch: str | None) -> Path:
     root = Path(run.log.runs_dir).expanduser()
     if run.log.name is not None:
         folder = root / run.log.name
-        if _begun(folder):
+        if is_begun(folder):
             how = "latest"
             by = ""
             if launch is not None and run.checkpoint.resume is None:
                 how = resume.AUTO
                 by = f", begun by {resume.launch_of(folder) or 'hand'} and not by {launch}"
-            fix = f"checkpoint.resume={how}, or log.name={_free_name(folder)}"
+            fix = f"checkpoint.resume={how}, or log.name={free_name(folder)}"
             raise _occupied(folder, f"exists already{by}", fix)
         return folder
     layout = str(RankGrid.of(run)).replace(" ", "") if RankGrid.of(run).world > 1 else "single"
     folder = root / f"{time.strftime('%Y%m%d-%H%M%S')}-{run.model.name}-{layout}"
-    return root / _free_name(folder) if folder.exists() else folder
+    return root / free_name(folder) if folder.exists() else folder
 
 
-def _free_name(folder: Path) -> str:
+def free_name(folder: Path) -> str:
+    """Return the name of a folder with the first number that no other folder has."""
     number = 2
     while folder.with_name(f"{folder.name}-{number}").exists():
         number += 1

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,15 @@ from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import say_page
-from mtrain.launching import environment, folder, jobs, matmul
+from mtrain.launching import downloads, environment, folder, jobs, matmul, uploads
 from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job, path_text
+from mtrain.launching.machines import Director
 from mtrain.launching.restart import Attempts
 from mtrain.launching.signals import scratch_folder
-from mtrain.launching.start import may_fork, run_ranks, without_launcher
+from mtrain.launching.start import Share, may_fork, run_ranks, without_launcher
+from mtrain.launching.uploads import Claim
 from mtrain.launching.warming import Warming
 from mtrain.train.generate.request import Questions, Request, Texts, Written
 from mtrain.world import launchers
@@ -45,10 +47,16 @@ class Source:
     tokenizer: Path
 
 
-def launch(run: RunConfig, argv: list[str], injected: Sequence[Fault] = ()) -> Path:
+def launch(
+    run: RunConfig,
+    argv: list[str],
+    injected: Sequence[Fault] = (),
+    director: Director | None = None,
+) -> Path:
     """Train `run` in local processes; return the run folder.
 
-    `preflight.check` has found no shortage. `injected` are faults for tests.
+    `preflight.check` has found no shortage. `injected` are faults for tests. `director` has other
+    machines start their ranks of the run; None: all ranks are here.
 
     Raises:
         ConfigError, BadEnvironment, CorruptData: before any rank is started.
@@ -56,22 +64,43 @@ def launch(run: RunConfig, argv: list[str], injected: Sequence[Fault] = ()) -> P
     """
     startup.mark(startup.COMPOSITION)
     launch = launchers.identity(os.environ)
-    chosen = folder.plan(run, launch=launchers.restarted(os.environ))
+    restarted = launchers.restarted(os.environ)
+    run = downloads.brought(run, launch=launch, restarted=restarted, say=partial(say, run))
+    chosen = folder.plan(run, launch=restarted)
     say(run, "starting: data, torch, megatron-core")
-    with closing(Warming(run, count=run.parallel.ranks)) as kernels:
+    share = None if director is None else director.share
+    with (
+        uploads.claimed(run, chosen.folder, launch) as claim,
+        prepared(run, chosen.checkpoint, share),
+    ):
+        if director is not None:
+            director.wait_ready()
+        return _launched(run, chosen, argv, launch, claim, injected, director)
+
+
+@contextmanager
+def prepared(run: RunConfig, checkpoint: Path | None, share: Share | None) -> Iterator[None]:
+    """Prepare this machine for its ranks: the data, the libraries, and, inside the block, the
+    kernels.
+
+    Raises:
+        MtrainError: the data is invalid, or is not the data of `checkpoint`.
+    """
+    first, here = (0, run.parallel.ranks) if share is None else (share.first, share.here)
+    with closing(Warming(run, first, here)) as kernels:
         kernels.begin(prepared=False)
         # the data is prepared while this process imports torch
-        prepared = ChildProcess("prepare", run, checkpoint=path_text(chosen.checkpoint))
+        child = ChildProcess("prepare", run, checkpoint=path_text(checkpoint))
         try:
-            warm(run)
+            warm(run, share)
         except BaseException:
-            prepared.end()
+            child.end()
             raise
         startup.mark(startup.LIBRARIES)
-        prepared.result()
+        child.result()
         startup.mark(startup.DATA)
         kernels.begin(prepared=True)
-        return _launched(run, chosen, argv, launch, injected)
+        yield
 
 
 def _launched(
@@ -79,7 +108,9 @@ def _launched(
     chosen: folder.Plan,
     argv: list[str],
     launch: str | None,
+    claim: Claim | None,
     injected: Sequence[Fault],
+    director: Director | None,
 ) -> Path:
     """Train in the planned folder, whose data is prepared."""
     run = _with_products(run, chosen.checkpoint)
@@ -100,8 +131,12 @@ def _launched(
             owned.weights,
             partial(_say_after_ranks, run),
             injected,
+            director,
         )
-        attempts.train(environment_of(run, owned.folder))
+        share = None if director is None else director.share
+        barred = _is_barred(run)
+        with uploads.uploading(run, owned.folder, owned.checkpoint, claim, barred=barred):
+            attempts.train(environment_of(run, owned.folder, share))
     return owned.folder
 
 
@@ -167,8 +202,12 @@ def say(run: RunConfig, text: str) -> None:
 
 def _say_after_ranks(run: RunConfig, text: str) -> None:
     """Print a line below the progress bar that a killed rank leaves on a terminal."""
-    barred = run.log.progress in ("auto", "live") and sys.stdout.isatty()
-    say(run, f"\n{text}" if barred else text)
+    say(run, f"\n{text}" if _is_barred(run) else text)
+
+
+def _is_barred(run: RunConfig) -> bool:
+    """Return whether ranks print a progress bar."""
+    return run.log.progress in ("auto", "live") and sys.stdout.isatty()
 
 
 def import_for(run: RunConfig) -> None:
@@ -183,20 +222,26 @@ def import_for(run: RunConfig) -> None:
     os.environ.update(before)
 
 
-def environment_of(run: RunConfig, home: Path | None = None) -> dict[str, str]:
-    """Return the environment that all ranks of a local run in `home` share."""
+def environment_of(
+    run: RunConfig, home: Path | None = None, share: Share | None = None
+) -> dict[str, str]:
+    """Return the environment that all ranks of a run in `home` share on this machine, which has
+    `share` of them; None: all.
+    """
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
-    place = Place.here(run.parallel.ranks, errors=errors)
+    here = run.parallel.ranks if share is None else share.here
+    place = Place.here(here, on_one_machine=share is None, errors=errors)
     environment.apply(environment.environment(run, place, values), values)
     return values
 
 
-def warm(run: RunConfig) -> None:
+def warm(run: RunConfig, share: Share | None = None) -> None:
     """Import everything that a rank needs, if ranks are forked from this process."""
     if not may_fork(run):
         return
-    os.environ.update(environment_of(run))  # libraries read it when they are imported
+    # Libraries read it when they are imported.
+    os.environ.update(environment_of(run, share=share))
     from mtrain import mcore as adapter
     from mtrain.devices import registry
 

@@ -1,4 +1,6 @@
-"""One rank of a run folder, in its own interpreter: `python -m mtrain.launching.rank RUN_FOLDER`.
+"""One rank of a run, in its own interpreter: `python -m mtrain.launching.rank RUN_FOLDER START`.
+
+`START` is the folder of the start file, which is the run's, or one of this machine.
 
 The environment has the number of the rank. The configuration is read from `run.yaml`, and is not
 composed again.
@@ -22,15 +24,15 @@ from mtrain.processes import die_with
 from mtrain.world.stacks import ERRORS
 
 
-def perform(home: Path, errors: Path, rank: int) -> None:
-    """Do the job of the start file in `home` on this rank.
+def perform(home: Path, start: Path, errors: Path, rank: int) -> None:
+    """Do the job of the start file in `start` on this rank of the run in `home`.
 
     Raises:
         BadEnvironment: the start file is missing, it is for another `run.yaml`, or a variable that
             the run needs is not set.
         MtrainError: the error of the job.
     """
-    job, digest = read_start(home)
+    job, digest = read_start(start)
     run = read_run_file(home / RUN_FILE)
     # ranks that train with different configurations would hang, or average unlike gradients
     if run.digest() != digest:
@@ -52,7 +54,10 @@ def perform(home: Path, errors: Path, rank: int) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Run the rank that the environment names, in the folder `words[0]`, and end the process."""
+    """Run the rank that the environment names, in the run folder `words[0]`, and end the process.
+
+    The last word is the folder of the start file.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher forwards a stop as SIGTERM
     parent = os.environ.pop(PARENT, "")
     if parent.isdigit():
@@ -61,7 +66,7 @@ def main(words: list[str]) -> None:
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdigit() else 0
     errors = home / ERRORS
-    code = run_rank(lambda: perform(home, errors, rank), errors, rank)
+    code = run_rank(lambda: perform(home, Path(words[-1]), errors, rank), errors, rank)
     record = errors / record_name(rank)
     # A launcher other than mtrain's started this rank, and does not read the record.
     if code and not parent and record.is_file():

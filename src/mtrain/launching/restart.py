@@ -1,5 +1,5 @@
-"""Restarts of a local run: after a failure its ranks start again, in the same run folder, from the
-newest committed checkpoint.
+"""Restarts of a run: after a failure its ranks start again, on all machines, in the same folder,
+from the newest committed checkpoint.
 
 The launcher has no state of the run but the furthest step, so a restart costs what a resume costs,
 without the imports. A step counts as reached once its line is in `metrics.jsonl`, or once a rank
@@ -26,6 +26,7 @@ from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
 from mtrain.launching import jobs, resume
+from mtrain.launching.machines import DirectingSupervisor, Director
 from mtrain.launching.start import run_ranks
 from mtrain.launching.supervise import Failure, Supervisor
 from mtrain.plan.compare import METRICS
@@ -55,6 +56,8 @@ class Attempts:
     weights: Path | None
     say: Callable[[str], None]
     injected: Sequence[Fault] = ()
+    director: Director | None = None
+    """Has other machines start their ranks; None: all ranks are on this machine."""
     clock: Callable[[], float] = time.monotonic
     times: list[float] = field(default_factory=list)
     """The times of the restarts so far."""
@@ -75,10 +78,13 @@ class Attempts:
         shutil.rmtree(errors, ignore_errors=True)
         self.furthest = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
         while True:
-            supervisor = Supervisor(errors, ADVICE)
             job = jobs.train_job(self.run, self.checkpoint, self.weights, self.injected)
+            supervisor, share = Supervisor(errors, ADVICE), None
+            if self.director is not None:
+                supervisor = DirectingSupervisor(errors, ADVICE, self.director)
+                share = self.director.share_of(self.run, self.home, job)
             try:
-                run_ranks(self.run, self.home, job, environment, supervisor)
+                run_ranks(self.run, self.home, job, environment, supervisor, share)
                 return
             except MtrainError as error:
                 failure = supervisor.failure
@@ -88,6 +94,21 @@ class Attempts:
                 if supervisor.stops and self.run.resilience.restarts:
                     raise Preempted(f"stopped on request, and not restarted: {error}") from None
                 self._again(failure)
+                self._replace(failure)
+
+    def _replace(self, failure: Failure) -> None:
+        """Wait for a new launcher of each lost machine.
+
+        Raises:
+            TrainingError: none came in time.
+        """
+        if self.director is None or not self.director.lost:
+            return
+        patience_s = self.run.trainer.join_timeout_s
+        self.say(f"waiting up to {patience_s:g} s for another launcher of the lost machine")
+        if self.director.replace():
+            why = f"no other launcher came within {patience_s:g} s (trainer.join_timeout_s)"
+            raise TrainingError(str(failure.error), f"  not restarted: {why}")
 
     def _again(self, failure: Failure) -> None:
         """Prepare the next start.

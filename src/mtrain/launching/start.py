@@ -14,8 +14,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain import startup, strict_json
@@ -36,6 +37,7 @@ from mtrain.world.rank_env import LISTEN_FD
 from mtrain.world.stacks import ERRORS
 
 HOST = "127.0.0.1"
+ANY_HOST = ""
 BACKLOG = 2048
 # The file next to `run.yaml` with the job of the ranks, and the digest of its configuration
 START_FILE = "start.json"
@@ -59,18 +61,38 @@ LAUNCHER_VARIABLES = (
 )
 
 
+@dataclass(frozen=True)
+class Share:
+    """The ranks that this machine starts, of a run on several machines."""
+
+    first: int
+    here: int
+    host: str = HOST
+    """The address of the first machine."""
+    port: int = 0
+    """The port of rank 0's store; 0: rank 0 starts here, and its store gets a free one."""
+    folder: Path | None = None
+    """The folder of the start file; None: the run's."""
+    begin: Callable[[int], None] = lambda port: None
+    """Called with the port of the store before any rank starts."""
+    leave: Callable[[], None] = lambda: None
+    """Called in a forked rank: it closes what belongs to the launcher."""
+
+
 def run_ranks(
     run: RunConfig,
     home: Path,
     job: Job,
     environment: Mapping[str, str],
     supervisor: Supervisor | None = None,
+    share: Share | None = None,
 ) -> None:
-    """Start one process per rank, each with `job`, and watch them to the end.
+    """Start one process per rank of this machine, each with `job`, and watch them to the end.
 
     Files that executed ranks read, and the records of failed ranks, go to `home`. `environment` is
     that of each rank without the rank's own variables. `supervisor` watches the ranks; None: one
-    without advice after a failure, and without records of earlier failures.
+    without advice after a failure, and without records of earlier failures. `share` has the ranks
+    of this machine; None: it has all.
 
     Raises:
         MtrainError: the error of the first failing rank.
@@ -80,38 +102,45 @@ def run_ranks(
         shutil.rmtree(errors, ignore_errors=True)
         supervisor = Supervisor(errors, "")
     ranks = run.parallel.ranks
+    bound = HOST if share is None else ANY_HOST
+    share = share or Share(0, ranks)
     # A fork copies unwritten output, and every rank would print it again.
     sys.stdout.flush()
     sys.stderr.flush()
     begun = Begun.at(startup.current().begun)
     forks = may_fork(run)
     if not forks:
-        _describe(run, home, job)
-    with _listening() as listener, shared(ranks) as fingerprints:
-        port = listener.getsockname()[1]
+        _describe(run, home, job, share.folder or home)
+    # bound before any rank starts and inherited by rank 0: a free port that is only looked up may
+    # be taken before rank 0 binds it
+    opened = nullcontext() if share.port else listening(bound)
+    with opened as listener, shared(share.here) as fingerprints:
+        port = share.port if listener is None else listener.getsockname()[1]
+        share.begin(port)
         frozen = gc.get_freeze_count()
         gc.freeze()  # a collection in a forked rank would copy every page that it visits
 
         def start(rank: int) -> int:
+            place = placed(rank, ranks, share.host, port, share.first, share.here)
             own = {
                 **environment,
-                **placed(rank, ranks, HOST, port),
+                **place,
                 startup.VARIABLE: startup.current().passed_on(),
                 DESCRIPTOR: str(fingerprints),
             }
             if forks:
-                return _fork(run, home, job, rank, own, listener)
-            return _execute(home, rank, own, listener, fingerprints)
+                return _fork(run, home, job, rank, own, listener, share.leave)
+            return _execute([home, share.folder or home], rank, own, listener, fingerprints)
 
         memory = supervisor.memory = Memory(fingerprints)
         try:
-            supervisor.start(start, ranks)
+            supervisor.start(start, share.here, share.first)
         finally:
             startup.forget()
             if not frozen:  # a caller that froze earlier unfreezes itself
                 gc.unfreeze()
     with closing(memory):
-        if job.name != TRAIN:
+        if job.name != TRAIN or share.first:
             supervisor.wait()
             return
         try:
@@ -234,25 +263,26 @@ def fork(work: Callable[[], int]) -> int:
         os._exit(1)
 
 
-def _describe(run: RunConfig, home: Path, job: Job) -> None:
+def _describe(run: RunConfig, home: Path, job: Job, folder: Path) -> None:
     """Write the files that `mtrain.launching.rank` reads."""
     body = {"job": job.name, "arguments": dict(job.arguments), "digest": run.digest()}
     try:
         if not (home / RUN_FILE).exists():  # a run folder already has one, with remarks
             (home / RUN_FILE).write_text(run_yaml(run))
-        (home / START_FILE).write_text(strict_json.dumps(body, indent=1))
+        (folder / START_FILE).write_text(strict_json.dumps(body, indent=1))
     except OSError as error:
         raise BadEnvironment(f"the folder {home} cannot be written: {error.strerror}") from None
 
 
-def read_start(home: Path) -> tuple[Job, str]:
-    """Return the job of the ranks of a folder, and the digest of its configuration.
+def read_start(folder: Path) -> tuple[Job, str]:
+    """Return the job of ranks from the start file of a folder, and the digest of their
+    configuration.
 
     Raises:
         BadEnvironment: the start file is missing, because the machines do not share the folder or
             no launcher made it.
     """
-    path = home / START_FILE
+    path = folder / START_FILE
     try:
         body = json.loads(path.read_text())
         return Job(body["job"], body["arguments"]), body["digest"]
@@ -264,22 +294,28 @@ def read_start(home: Path) -> tuple[Job, str]:
         ) from None
 
 
-def _listening() -> socket.socket:
-    # bound before any rank starts and inherited by rank 0: a free port that is only looked up may
-    # be taken before rank 0 binds it
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((HOST, 0))
-    listener.listen(BACKLOG)
-    return listener
+def listening(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at a port of this machine, a free one if it is 0.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    # A name of the machine may resolve to either family, so the socket takes both where it can.
+    both = host == ANY_HOST and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=BACKLOG)
 
 
 def _execute(
-    home: Path, rank: int, environment: Mapping[str, str], listener: socket.socket, memory: int
+    folders: Sequence[Path],
+    rank: int,
+    environment: Mapping[str, str],
+    listener: socket.socket | None,
+    memory: int,
 ) -> int:
     values = {**importable(environment), PARENT: str(os.getpid())}
-    command = python("mtrain.launching.rank", str(home))
-    if rank:
+    command = python("mtrain.launching.rank", *map(str, folders))
+    if rank or listener is None:
         return execute(command, values, memory)
     with listener.dup() as inherited:
         values[LISTEN_FD] = str(inherited.fileno())
@@ -292,14 +328,17 @@ def _fork(
     job: Job,
     rank: int,
     environment: Mapping[str, str],
-    listener: socket.socket,
+    listener: socket.socket | None,
+    leave_launcher: Callable[[], None],
 ) -> int:
     def work() -> int:
         os.environ.clear()
         os.environ.update(environment)
-        if rank == 0:
-            os.environ[LISTEN_FD] = str(os.dup(listener.fileno()))
-        listener.close()
+        leave_launcher()
+        if listener is not None:
+            if rank == 0:
+                os.environ[LISTEN_FD] = str(os.dup(listener.fileno()))
+            listener.close()
         errors = home / ERRORS
         return run_rank(
             lambda: job.perform(run, home, lambda error, _: end(error, errors, rank)), errors, rank

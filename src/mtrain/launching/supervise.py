@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from mtrain.errors import (
     BadEnvironment,
     ConfigError,
     CorruptData,
+    DeviceFault,
     MtrainError,
     Preempted,
     TrainingError,
@@ -50,6 +51,8 @@ class Ended:
 
     rank: int
     status: int
+    at: float = field(default_factory=time.monotonic)
+    """The time at which its launcher noticed, on this machine's monotonic clock."""
 
     @property
     def signal(self) -> int | None:
@@ -96,21 +99,29 @@ class Supervisor:
         self.failure: Failure | None = None
         """The first failure, once `wait` has raised it."""
         self.stops = 0
+        self.stopped_elsewhere = False
+        """True if the launcher of another machine got a request to stop."""
+        self.halted = False
+        """True if the ranks have to end, whatever their state."""
+        self.first = 0
         self.size = 0
         self.unseen: list[int] = []
         """Ranks that hang and whose stacks nothing here can take."""
         self.previous: dict[int, Any] = {}
 
-    def start(self, fork: Callable[[int], int], ranks: int) -> None:
-        """Start every rank; a stop in between reaches the started ones, and prevents the others.
+    def start(self, fork: Callable[[int], int], ranks: int, first: int = 0) -> None:
+        """Start so many ranks, from number `first` on.
+
+        A stop in between reaches the started ones, and prevents the others.
 
         Raises:
             BadEnvironment: a rank could not be started; the started ones are ended.
         """
+        self.first = first
         self.size = ranks
         self.previous = signals.replace(self._on_stop)
         try:
-            for rank in range(ranks):
+            for rank in range(first, first + ranks):
                 self.ranks[fork(rank)] = rank
                 if self.stops:  # a stop during this rank's start has not reached it
                     self._forward_stop()
@@ -120,7 +131,7 @@ class Supervisor:
             if not isinstance(error, OSError):
                 raise
             raise BadEnvironment(
-                f"rank {rank} of {ranks} could not be started: {error.strerror or error}",
+                f"rank {rank} of {first + ranks} could not be started: {error.strerror or error}",
                 "  fix: fewer ranks, or a higher limit of processes (ulimit -u, or of the"
                 " container)",
             ) from None
@@ -134,27 +145,54 @@ class Supervisor:
             KeyboardInterrupt: the user requested a stop twice.
         """
         try:
-            while self.ranks and not self._failed():
-                self._reap(block=True)
-            if self.ranks:
-                self._reap_for(GRACE_S)
-            failed = self._failed()
-            self._sample_stacks(failed)
+            failed = self._of_all(self.watch())
         finally:
-            self._end_all()
             self._restore()
         if self.stops > 1:
             raise KeyboardInterrupt
         # after a stop, ranks that lose their peers fail as well, and that is no failure of the run
         stopped = any(e.code == Preempted.exit_code for e in self.ended)
+        asked = self.stops or self.stopped_elsewhere
         if (stopped and not failed) or (
-            self.stops and failed and all(self._stopped_early(e) for e in failed)
+            asked and failed and all(self._stopped_early(e) for e in failed)
         ):
             raise Preempted(self._advised("stopped on request"))
-        if failed:
-            self.failure = self._cause(failed)
+        self.failure = self._lost(failed) or (self._cause(failed) if failed else None)
+        if self.failure is not None:
             self._write_collectives()
             raise self.failure.error
+
+    def watch(self) -> list[Ended]:
+        """Wait until every rank here has ended, and end all once one fails; return those that
+        failed by themselves.
+        """
+        try:
+            while self.ranks and not (self._failed() or self.halted):
+                self._next()
+            if self._failed() or self.halted:
+                self._announce()
+            if self.ranks:
+                self._reap_for(GRACE_S)
+            failed = self._failed()
+            self._sample_stacks(failed)
+            return failed
+        finally:
+            self._end_all()
+
+    def _next(self) -> None:
+        """Wait for the end of a rank, or for news of another machine."""
+        self._reap(block=True)
+
+    def _announce(self) -> None:
+        """Tell other machines that the ranks here end."""
+
+    def _of_all(self, failed: list[Ended]) -> list[Ended]:
+        """Return the failed ranks of all machines, in the order of their ends."""
+        return failed
+
+    def _lost(self, failed: list[Ended]) -> Failure | None:
+        """Return the failure of a machine that was lost; None: all are there."""
+        return None
 
     def _restore(self) -> None:
         signals.restore(self.previous)
@@ -260,10 +298,13 @@ class Supervisor:
             details = f"; details in {self.errors / record_name(rank)}" if self.advice else ""
             error = TrainingError(self._advised(f"{text}{details}"), *more)
         at_fault = rank
+        device_fault = cause["kind"] == DeviceFault.__name__
         if cause["at_fault"] is not None:
             at_fault = cause["at_fault"]
-            text = f"rank {at_fault} holds the run up: {summary.partition('; stacks: ')[0]}"
-        helps = error.exit_code not in NOT_RESTARTED
+            if not device_fault:
+                text = f"rank {at_fault} holds the run up: {summary.partition('; stacks: ')[0]}"
+        # A restart would use the same device again.
+        helps = error.exit_code not in NOT_RESTARTED and not device_fault
         return Failure(at_fault, cause["kind"], text, error, cause["step"], helps)
 
     def _advised(self, text: str) -> str:
@@ -275,7 +316,7 @@ class Supervisor:
         """Return the last collectives of each rank, also of those that are dead or stopped."""
         if self.memory is None:
             return {}
-        return {rank: self.memory.read(rank) for rank in range(self.size)}
+        return {self.first + place: self.memory.read(place) for place in range(self.size)}
 
     def _sample_stacks(self, failed: Sequence[Ended]) -> None:
         """Write the stacks of ranks that still run after a hang: they may be stopped, or a thread

@@ -1,48 +1,29 @@
-"""One rank under another launcher: torchrun, srun, mpirun, or any that sets their variables; and
-the process of one machine, as `srun --ntasks-per-node=1` starts it, which starts the machine's
-ranks itself.
+"""One rank under another launcher: torchrun, srun, mpirun, or any that sets their variables.
 
-Rank 0, or the process of the first machine, composes and validates the configuration and offers it
-in the store, where the others read it.
+Rank 0 composes and validates the configuration and offers it in the store, where the others read
+it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mtrain import startup, strict_json
+from mtrain import startup
 from mtrain.ckpt.folder import is_checkpoint
-from mtrain.config.compose.dump import run_yaml
-from mtrain.config.compose.lock_file import read_run_file
-from mtrain.config.compose.paths import RUN_FILE, program
+from mtrain.config.compose.paths import program
 from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Preempted, TrainingError, say
-from mtrain.launching import folder, matmul
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, TrainingError, say
+from mtrain.launching import downloads, folder, matmul, uploads
 from mtrain.launching.child_process import prepare
-from mtrain.launching.signals import scratch_folder
-from mtrain.launching.start import PARENT, execute, importable, placed, python, without_launcher
-from mtrain.launching.supervise import Supervisor
 from mtrain.launching.warming import Warming
 from mtrain.launching.worker import describe, enter, environment_fault, leave, revive
 from mtrain.world import launchers
-from mtrain.world.fingerprints import DESCRIPTOR, shared
-from mtrain.world.launchers import Launched
 from mtrain.world.rank_env import LAUNCHER
-from mtrain.world.stacks import ERRORS
-
-# Seconds in which another machine of a shared filesystem has to see a file that rank 0 wrote
-SEEN_S = 30.0
-# The variable with the configuration's file, if a machine's launcher composed it
-RUN_GIVEN = "MTRAIN_RUN"
 
 
 def here() -> launchers.Launched | None:
@@ -91,8 +72,7 @@ def shared_config(argv: Sequence[str], compose: Callable[[], RunConfig]) -> RunC
 
     attempt = join.arrive(_join_timeout_s(argv), _end)
     if rank() == "0":
-        given = os.environ.get(RUN_GIVEN)
-        run = read_run_file(Path(given)) if given else compose()
+        run = compose()
         join.announce(folder.anchored(run), _end, argv)
         return run
     offer = attempt.read_offer()
@@ -116,6 +96,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
     so that no destructor waits for a rank that has ended.
     """
     run = folder.anchored(run)
+    resumed = run
     kernels = None
     if is_first_here():
         lowest = int(rank()) - int(os.environ.get("LOCAL_RANK", "0"))
@@ -131,6 +112,8 @@ def train(run: RunConfig, argv: list[str]) -> int:
         startup.mark(startup.LIBRARIES)
         # A corpus is tokenized once per machine, while the others wait for this rank.
         with working():
+            if rank() == "0":
+                resumed = _brought(run)
             prepare(run, None)
         startup.mark(startup.DATA)
         kernels.begin(prepared=True)
@@ -141,7 +124,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
         def locate(world: World) -> Paths:
             decision = ""
             if world.is_rank0:
-                decision = _decide(run, argv, stack)
+                decision = _decide(resumed, argv, stack)
             body = json.loads(world.tell(decision))
             if "kind" in body:
                 raise revive(body)
@@ -149,7 +132,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
                 Path(body[key]) if body[key] else None for key in ("checkpoint", "weights")
             )
             home = Path(body["folder"])
-            unseen = _unseen(home, body["digest"]) if is_first_here() else ""
+            unseen = folder.unseen(home, body["digest"]) if is_first_here() else ""
             unseen = world.first_problem(unseen)
             if unseen:
                 raise BadEnvironment(*unseen.split("\n"))
@@ -180,26 +163,6 @@ def _join_timeout_s(argv: Sequence[str]) -> float:
         size, local = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         machines = int(size) // max(1, int(local)) if size.isdigit() and local.isdigit() else 1
         return usual_join_timeout_s(machines)
-
-
-def _unseen(home: Path, digest: str) -> str:
-    """Return why this machine does not see the run folder that rank 0 made; empty if it sees it."""
-    path = home / RUN_FILE
-    deadline = time.monotonic() + SEEN_S
-    while True:
-        try:
-            if read_run_file(path).digest() == digest:
-                return ""
-            why = f"it holds another configuration than rank 0 wrote (digest {digest[:12]})"
-        except (MtrainError, OSError) as error:
-            why = str(error).strip().splitlines()[0]
-        if time.monotonic() > deadline:
-            machine = os.uname().nodename
-            return (
-                f"machine {machine} does not see the run folder of rank 0, {path}: {why}\n"
-                "  fix: log.runs_dir=FOLDER of a filesystem that all machines share"
-            )
-        time.sleep(0.5)
 
 
 def _end(error: MtrainError, speaks: bool) -> None:
@@ -242,7 +205,7 @@ def ranks_here() -> int:
 
 def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     try:
-        _refuse_local(run)
+        folder.refuse_local(run, ranks_here())
         planned = folder.plan(run, launch=launchers.restarted(os.environ))
         if planned.weights is not None and not is_checkpoint(planned.weights):
             rule = (
@@ -253,7 +216,10 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
             raise ConfigError.of("MT436", "checkpoint.init_from", str(planned.weights), rule, fix)
         run = matmul.chosen(run, planned.checkpoint)
         launch = launchers.identity(os.environ)
+        claim = stack.enter_context(uploads.claimed(run, planned.folder, launch))
         chosen = stack.enter_context(folder.opened(run, planned, argv, launch=launch))
+        process = uploads.uploading(run, chosen.folder, chosen.checkpoint, claim, barred=False)
+        stack.enter_context(process)
     except MtrainError as error:
         return json.dumps(describe(error))
     for note in chosen.notes:
@@ -264,164 +230,13 @@ def _decide(run: RunConfig, argv: list[str], stack: ExitStack) -> str:
     return json.dumps({**body, "cpu_matmul": run.kernels.cpu_matmul, "digest": run.digest()})
 
 
-def _refuse_local(run: RunConfig) -> None:
-    """Refuse local checkpoints where other machines have ranks of the run.
-
-    Raises:
-        ConfigError: there are such machines.
-    """
-    local = run.checkpoint.local_dir
-    here = ranks_here()
-    if local is not None and here < run.parallel.ranks:
-        rule = f"{here} of {run.parallel.ranks} ranks are on this machine"
-        fix = "checkpoint.local_dir=null checkpoint.local_interval=null"
-        raise ConfigError.of("MT455", "checkpoint.local_dir", local, rule, fix)
+def _brought(run: RunConfig) -> RunConfig:
+    """Return the run of rank 0 after the checkpoint of its address was downloaded."""
+    launch = launchers.identity(os.environ)
+    restarted = launchers.restarted(os.environ)
+    return downloads.brought(run, launch=launch, restarted=restarted, say=say)
 
 
 def rank() -> str:
     """Return the rank of this process, as the launcher wrote it."""
     return os.environ["RANK"]
-
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
-# The key of the number of ranks, or of the reason why there are no ranks
-SHARE = "mtrain/share"
-# The key of the number of machines that have read it
-READ = "mtrain/share read"
-# Seconds that the first machine stays, so that the others can read why it ends
-FAREWELL_S = 5.0
-
-
-def launch(place: Launched, argv: list[str], compose: Callable[[int], RunConfig]) -> int:
-    """Start the ranks of this machine and watch them to the end; return the exit code of the first
-    that failed.
-
-    `compose`, given the number of machines, returns a configuration whose share this machine can
-    run.
-
-    Raises:
-        MtrainError: no configuration can be run, or the first machine does not answer.
-    """
-    if place.rank:
-        return _start(place, argv, None, _share(place), None)
-    run: RunConfig | None = None
-    failure: MtrainError | None = None
-    try:
-        run = compose(place.size)
-        _divide(run, place.size)
-    except MtrainError as error:
-        failure = error
-    store = _serve(place, run, failure)
-    if failure is not None:
-        deadline = time.monotonic() + FAREWELL_S
-        while store.add(READ, 0) < place.size - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        raise failure
-    assert run is not None
-    return _start(place, argv, run, run.parallel.ranks, store)
-
-
-def _divide(run: RunConfig, machines: int) -> None:
-    """Refuse a number of ranks that the number of machines does not divide.
-
-    Raises:
-        BadEnvironment: names both numbers.
-    """
-    ranks = run.parallel.ranks
-    if ranks % machines:
-        raise BadEnvironment(
-            f"the layout has {ranks} ranks, and one process was started on each of {machines}"
-            " machines: as many ranks run on each",
-            f"  fix: a number of machines that divides {ranks}, or a task for each rank",
-        )
-
-
-def _serve(place: Launched, run: RunConfig | None, failure: MtrainError | None) -> TCPStore:
-    from torch.distributed import TCPStore
-
-    share = {
-        "ranks": run.parallel.ranks if run is not None else 0,
-        "failure": str(failure or ""),
-    }
-    try:
-        store = TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
-    except (RuntimeError, OSError) as error:
-        raise BadEnvironment(
-            f"port {place.port} of this machine cannot serve the ranks:"
-            f" {str(error).splitlines()[0]}",
-            "  fix: MASTER_PORT=PORT, one that is free, on every machine",
-        ) from None
-    store.set(SHARE, strict_json.dumps(share))
-    return store
-
-
-def _share(place: Launched) -> int:
-    """Read the number of all ranks from the first machine.
-
-    Raises:
-        BadEnvironment: the machine does not answer, or has no configuration to run.
-    """
-    from torch.distributed import TCPStore
-
-    patience_s = usual_join_timeout_s(place.size)
-    deadline = time.monotonic() + patience_s
-    why = ""
-    while time.monotonic() < deadline:
-        try:  # torch's own attempts to connect are loud
-            socket.create_connection((place.host, place.port), timeout=1.0).close()
-            store = TCPStore(place.host, place.port, is_master=False, wait_for_workers=False)
-            store.wait([SHARE], timedelta(seconds=patience_s))
-            share = json.loads(store.get(SHARE))
-            store.add(READ, 1)
-            break
-        except (OSError, RuntimeError) as error:
-            why = str(error).splitlines()[0]
-            time.sleep(0.2)
-    else:
-        raise BadEnvironment(
-            f"the process of the first machine, {place.host}:{place.port}, did not answer within"
-            f" {patience_s:g} s: {why}",
-            "  fix: see whether it runs there; MASTER_ADDR and MASTER_PORT name another place",
-        )
-    if share["failure"]:
-        text = f"the first machine has no configuration to run: {share['failure']}"
-        raise BadEnvironment(*text.split("\n"))
-    ranks: int = share["ranks"]
-    return ranks
-
-
-def _start(
-    place: Launched, argv: list[str], run: RunConfig | None, ranks: int, store: TCPStore | None
-) -> int:
-    here = ranks // place.size
-    first = place.rank * here
-    with scratch_folder() as scratch, shared(here) as fingerprints:
-        given = scratch / RUN_FILE
-        if run is not None:
-            given.write_text(run_yaml(run))
-
-        def start(local_rank: int) -> int:
-            values = {
-                **importable(without_launcher(os.environ)),  # each rank sets what its run needs
-                **placed(first + local_rank, ranks, place.host, place.port, first, here),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                PARENT: str(os.getpid()),
-                DESCRIPTOR: str(fingerprints),
-            }
-            if first + local_rank == 0:
-                values[RUN_GIVEN] = str(given)
-            return execute(python("mtrain", *argv), values, fingerprints)
-
-        supervisor = Supervisor(scratch / ERRORS, "")
-        supervisor.start(start, here)
-        try:
-            supervisor.wait()
-        except Preempted as stop:
-            return stop.exit_code
-        except MtrainError:  # each rank has printed its own error
-            pass
-    codes = [ended.code for ended in supervisor.ended if ended.code]
-    del store  # it served the ranks to their end
-    return codes[0] if codes else 0

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
+from mtrain.ckpt.remote.place import Place
 from mtrain.config.compose.composer import Composed, compose
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.lock_file import read_run_file
@@ -21,8 +24,11 @@ from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
+from mtrain.launching.downloads import nothing_at
 from mtrain.launching.local import Source
+from mtrain.launching.uploads import reached
 from mtrain.models.registry import family_of
+from mtrain.object_store import is_remote
 from mtrain.plan.recompute import KEYS
 
 # Keys that do not describe a corpus.
@@ -181,6 +187,8 @@ def model_of(start: str) -> Document | None:
     Raises:
         ConfigError: its configuration cannot be read, or is of a model that is not known here.
     """
+    if is_remote(start):
+        return _of_address(start)
     path = user_path(start)
     file = run_file_of(path)
     if file is not None:
@@ -210,6 +218,20 @@ def run_file_of(path: Path) -> Path | None:
     """Return the run.yaml of a run folder or of a checkpoint, or None."""
     home = path.parent.parent if path.parent.name == CHECKPOINTS else path
     return next((file for file in (path / RUN_FILE, home / RUN_FILE) if file.is_file()), None)
+
+
+@cache
+def _of_address(url: str) -> Document:
+    """Return the model of the newest checkpoint at an address; its weights are compared with it
+    after their download.
+    """
+    key = "checkpoint.init_from"
+    with reached(key, url), TemporaryDirectory() as scratch:
+        newest = Place(url).newest()
+        if newest is None:
+            raise nothing_at(key, url)
+        newest.fetch(RUN_FILE, Path(scratch) / RUN_FILE)
+        return replace(_of_run(Path(scratch) / RUN_FILE), source=f"{newest}/{RUN_FILE}")
 
 
 def _of_run(file: Path) -> Document:
@@ -243,7 +265,7 @@ def problems(run: RunConfig, origins: Mapping[str, str]) -> list[Problem]:
     """
     start = run.checkpoint.init_from
     # A resumed run has weights of its own.
-    if start is None or run.checkpoint.resume not in (None, "auto"):
+    if start is None or is_remote(start) or run.checkpoint.resume not in (None, "auto"):
         return []
     path = user_path(start)
     try:

@@ -32,7 +32,7 @@ SMOOTH_EPS = 1e-2
 BASES_EVERY = 2
 _NUMBERS = re.compile(r"\.\d+\.")
 MACHINE = Machine(cpu_cores=1, memory_bytes=0)
-NOT_SAVED = ("save_minutes", "local_dir", "local_interval", "resume")
+NOT_SAVED = ("save_minutes", "local_dir", "local_interval", "remote", "resume")
 
 
 def shrink(

@@ -45,6 +45,7 @@ from mtrain.train.hooks.tokenizer import KeepTokenizer
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import StopRequest
 from mtrain.train.loop.trainer import Trainer
+from mtrain.train.suspects.rerun import Suspects
 from mtrain.world import faults
 from mtrain.world.init import World, joined
 from mtrain.world.rank_env import End
@@ -99,6 +100,8 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                     context = assemble(run, world, splits)
                     context.stop = stop
                     context.meter = meter
+                    if run.resilience.rerun != "off":
+                        context.compute = Suspects(run.resilience)
                     startup.mark(startup.BUILDING)
                     _begin(context, splits, paths, progress)
                     trainer = Trainer(context, run_hooks(run, splits, paths, progress, writer))

@@ -25,6 +25,8 @@ SPARE_BYTES = 256 << 20
 """The memory that a rank may still take after it ran out on purpose: it has to report that."""
 IN_COLLECTIVE_S = 0.1
 """Seconds in a collective after which a rank dies there."""
+FLIP = "flip"
+"""The first letters of kinds that flip a bit of a tensor, which `hooks.injected` does itself."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,9 @@ KINDS = {
     "stop": Kind(FORWARD, _send(signal.SIGSTOP)),
     "oom": Kind(FORWARD, _run_out_of_memory),
     "exit": Kind(FORWARD, lambda: os._exit(1)),
+    "flip_weight": Kind(FLIP, lambda: None),
+    "flip_activation": Kind(FLIP, lambda: None),
+    "flip_gradient": Kind(FLIP, lambda: None),
     "slow": Kind(FORWARD, _Slowness(), lasts=True),
 }
 ALWAYS = "always:"
@@ -107,7 +112,9 @@ class Fault:
     """The step during which it happens, from 1."""
     rank: int = 0
     always: bool = False
-    """True if it happens each time that the step is made, also after a restart."""
+    """True if it happens each time that the step is made, also after a restart, or if it is
+    computed again. A weight then keeps the flipped bit; otherwise the forward has it once.
+    """
 
     @property
     def lasts(self) -> bool:
@@ -151,6 +158,11 @@ def arm(texts: Iterable[str], rank: int) -> None:
 def armed() -> bool:
     """Return whether this process has a fault to do."""
     return bool(_armed)
+
+
+def flips() -> list[Fault]:
+    """Return the flips of bits that this process does."""
+    return [fault for fault in _armed if KINDS[fault.kind].moment == FLIP]
 
 
 def reach(moment: str, step: int | None = None) -> None:

@@ -70,6 +70,8 @@ class Place:
         self.url = url.rstrip("/")
         # A listing that is kept would hide what another process has written meanwhile.
         options = {"use_listings_cache": False, "skip_instance_cache": True}
+        if self.url.startswith("file:"):
+            options["auto_mkdir"] = True
         self._files = object_store.file_system(self.url, "a checkpoint", **options)
 
     def __str__(self) -> str:
@@ -200,6 +202,20 @@ class Place:
             return False
         return True
 
+    def write(self, name: str, data: bytes) -> None:
+        """Write an object, whether it exists or not."""
+        path = f"{self.url}/{name}"
+        with _in_bucket(path):
+            object_store.request(lambda: self._files.pipe_file(path, data), path, "written")
+
+    def owner(self) -> dict[str, Any]:
+        """Return the facts of the run that writes to this address; empty if none does."""
+        try:
+            found = json.loads(self.read(OWNER, 0, MAX_OWNER_BYTES))
+        except (ValueError, RecursionError, CorruptData):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def remove(self, names: list[str]) -> None:
         """Delete objects, the manifest first; missing ones are no error."""
         for name in sorted(names, key=lambda name: not name.endswith(MANIFEST)):
@@ -221,11 +237,7 @@ class Place:
         data = strict_json.dumps(dict(owner)).encode()
         if self.create(OWNER, data):
             return
-        holder: Any = {}
-        with suppress(ValueError, CorruptData):
-            holder = json.loads(self.read(OWNER, 0, MAX_OWNER_BYTES))
-        if not isinstance(holder, dict):
-            holder = {}
+        holder = self.owner()
         if holder.get("id") == owner["id"]:
             return
         if take_over:
@@ -262,9 +274,13 @@ def manifest_of(place: Place) -> dict[str, Any]:
         except CorruptData:
             raise uncommitted(place) from None
         try:
-            return folder.parse_manifest(Path(scratch))
+            manifest = folder.parse_manifest(Path(scratch))
         except MtrainError as error:
             raise type(error)(*str(error).replace(scratch, place.url).split("\n")) from None
+    # Each file may match a manifest that was exchanged for another step's.
+    if place.is_checkpoint and manifest["step"] != folder.step_of(Path(place.name)):
+        raise CorruptData(f"{place / MANIFEST} is of step {manifest['step']}")
+    return manifest
 
 
 def uncommitted(place: Place) -> CorruptData:

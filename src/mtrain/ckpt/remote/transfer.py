@@ -155,8 +155,8 @@ def download(place: Place, out: Path) -> int:
 
 
 def download_into(place: Place, draft: Path) -> int:
-    """Download the files of a checkpoint into an empty folder; every byte has been compared when it
-    returns. See `download`.
+    """Download the files of a checkpoint into a folder, unless an earlier download has left them
+    there whole; every byte has been compared when it returns. See `download`.
 
     Raises:
         OSError: the disk refuses.
@@ -166,11 +166,14 @@ def download_into(place: Place, draft: Path) -> int:
     _check_names(place, files)
 
     def take(name: str, facts: Mapping[str, Any]) -> int:
-        place.fetch(name, draft / name)
-        _compare(place, draft / name, name, facts)
+        if not _is_whole(draft / name, facts):
+            place.fetch(name, draft / name)
+            _compare(place, draft / name, name, facts)
         durable.sync(draft / name)
         return int(facts["bytes"])
 
+    for file in [path for path in draft.iterdir() if path.name not in files]:
+        file.unlink()
     with _threads() as pool:
         nbytes = sum(pool.map(take, files, files.values()))
     # Last, as in a commit.
@@ -291,6 +294,18 @@ def _fault(place: Place, name: str, facts: Mapping[str, Any]) -> str:
     except (KeyError, TypeError):
         return f"{place / name}: the manifest has no hash of it"
     return ""
+
+
+def _is_whole(file: Path, facts: Mapping[str, Any]) -> bool:
+    """Return whether a file is there, every byte of it as a manifest describes."""
+    if not file.is_file():
+        return False
+    hashes.forget(file)
+    try:
+        folder.check_file(file.parent, file.name, dict(facts), verify=True)
+    except MtrainError:
+        return False
+    return True
 
 
 def _compare(place: Place, file: Path, name: str, facts: Mapping[str, Any]) -> None:

@@ -141,6 +141,9 @@ class BackgroundSaves:
         self._writer = writer
         self._unpin: Callable[[], None] = lambda: None
         self._memory: torch.Tensor | None = None
+        self._reserving: threading.Thread | None = None
+        self._reserved = 0
+        """Bytes of memory that the thread above asks for."""
         self.problem = ""
         """The reason why the save under way will not be finished, as far as this rank knows."""
 
@@ -163,6 +166,35 @@ class BackgroundSaves:
     def written(self) -> list[dict[str, Any]]:
         """Return the indices of this rank's files of the save under way; empty: not on disk yet."""
         return (self._pending and self._pending.written) or []
+
+    def reserve(self, nbytes: int) -> None:
+        """Get the memory for saves of `nbytes` in another thread: the first save would wait for the
+        kernel, which clears it, and for the device, which pins it.
+        """
+        with suppress(OSError):  # the first save reports it
+            writer = self._started()
+            self._reserved = self._capacity(writer, nbytes)
+            self._reserving = threading.Thread(
+                target=self._reserve, args=(writer,), name="staging", daemon=True
+            )
+            self._reserving.start()
+
+    def _reserve(self, writer: WriterProcess) -> None:
+        self.use_device()
+        with suppress(OSError):  # the first save tries again, and reports it
+            # Each page enters the process's table when it is touched.
+            self.memory_for(writer, self._reserved)[:: staging.PAGE].zero_()
+
+    def await_reserved(self) -> None:
+        """Wait until the memory is there."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
+    def use_device(self) -> None:
+        """Make the device of this rank that of the calling thread."""
+        if self.device.runs_ahead:
+            self.device.set_index(self.local_rank)
 
     def begin(self, job: Job) -> None:
         """Begin a save, of which none is under way, on every rank.
@@ -300,7 +332,7 @@ class BackgroundSaves:
     def _capacity(self, writer: WriterProcess, nbytes: int) -> int:
         """Return the size of the memory that a save of `nbytes` is copied to."""
         limit = self._limits.staging_bytes
-        held = writer.memory.capacity
+        held = max(self._reserved, writer.memory.capacity)
         if limit is None and held < nbytes:
             limit = held + self._limits.free_bytes()
         # Memory of an earlier save is kept: later saves are of about the same size.
@@ -329,6 +361,8 @@ class BackgroundSaves:
 
     def _end_writer(self, *, kill: bool) -> None:
         assert self._writer is not None
+        self.await_reserved()
+        self._reserved = 0
         self._unpinned()
         if kill:
             self._writer.kill()
@@ -420,6 +454,8 @@ class _Stage:
     def run(self) -> None:
         """Copy everything, unless the save is given up meanwhile."""
         try:
+            self._saves.await_reserved()
+            self._saves.use_device()
             self._ring = self._saves.memory_for(self._writer, self._capacity)
             starts = self._job.starts()
             message = self._saves.message_of(self._job, self._writer, starts)
@@ -439,7 +475,6 @@ class _Stage:
         """Return the context in which the device copies next to its other work."""
         if self._reached is None:
             return nullcontext()
-        self._device.set_index(self._saves.local_rank)
         stream = self._device.namespace.Stream()
         stream.wait_event(self._reached)
         return self._device.namespace.stream(stream)
@@ -477,10 +512,3 @@ class _Stage:
         self._batch.clear()
         self._batch_bytes = 0
         self._writer.channel.send({"copied": self._at})
-
-
-def free_share(available: Callable[[], int], ranks_here: int) -> Callable[[], int]:
-    """Return a function that returns the part of free host memory that one of the ranks on this
-    machine may take for copies: half of its share.
-    """
-    return lambda: available() // (2 * max(1, ranks_here))

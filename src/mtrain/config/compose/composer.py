@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mtrain.config.compose.overrides import Overrides, read_overrides
 from mtrain.config.compose.paths import folders, user_path
 from mtrain.config.compose.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.compose.replaced import Replaced, brought, entries_of, layer
-from mtrain.config.compose.write_paths import KEYS, foreign_launcher, strays
+from mtrain.config.compose.write_paths import KEYS, foreign_launcher, foreign_remote, strays
 from mtrain.config.compose.yaml_reader import Document, filled, load
 from mtrain.config.disk.files import read_text
 from mtrain.config.messages.keys import is_under_a_value
@@ -476,17 +477,22 @@ class _Composition:
             return []
         files = self.library.sources()
         said = {key: origins.of(key) for key in KEYS if origins.of(key).rpartition(":")[0] in files}
-        found = strays(run, said, user_path(self.overrides.run) if self.overrides.run else None)
-        return [*found, *foreign_launcher(run, origins.of, self._launcher_file, self.sources)]
+        base = user_path(self.overrides.run) if self.overrides.run else None
+        own = partial(self._own_file, "launch")
+        return [
+            *strays(run, said, base),
+            *foreign_launcher(run, origins.of, own, self.sources),
+            *foreign_remote(run, origins.of, partial(self._own_file, "checkpoint"), base),
+        ]
 
-    def _launcher_file(self, source: str) -> bool:
-        """Return whether a file is a choice of `launch` in a folder of choices, or one that the
+    def _own_file(self, group: str, source: str) -> bool:
+        """Return whether a file is a choice of a group in a folder of choices, or one that the
         command line names by its path.
         """
-        if is_path(self.shown.get("launch", "")) and source in self.library.sources():
+        if is_path(self.shown.get(group, "")) and source in self.library.sources():
             return True
         file = self.library.files.get(source)
-        return file is not None and any(file.is_relative_to(f / "launch") for f in folders())
+        return file is not None and any(file.is_relative_to(f / group) for f in folders())
 
     def _without(
         self,

@@ -25,6 +25,8 @@ CHECKPOINTS = "checkpoints"
 ENVIRONMENT = "env.json"
 # The file of a run folder that names the places of its local checkpoints.
 LOCAL_FILE = "local.json"
+# The file of a run folder that names the address to which its checkpoints are uploaded.
+REMOTE_FILE = "remote.json"
 # The file of a run folder with a line for each step and evaluation.
 METRICS = "metrics.jsonl"
 # Words that `checkpoint.resume` accepts instead of a folder.

@@ -11,15 +11,17 @@ from pathlib import Path
 
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.origins import COMMAND_LINE
-from mtrain.config.compose.paths import LOCAL_FILE, RESUME_WORDS, user_path
+from mtrain.config.compose.paths import LOCAL_FILE, REMOTE_FILE, RESUME_WORDS, user_path
 from mtrain.config.messages.keys import field_of
 from mtrain.config.messages.suggestions import at_default
 from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import Problem
+from mtrain.object_store import is_remote
 
 RUNS = "log.runs_dir"
 CACHE = "data.cache_dir"
 LOCAL = "checkpoint.local_dir"
+REMOTE = "checkpoint.remote"
 RESUME = "checkpoint.resume"
 # Keys that decide where something is written, and the contents.
 KEYS = {
@@ -57,7 +59,7 @@ def strays(run: UnresolvedRun, said: Mapping[str, str], base: Path | None) -> li
             or value in (field.default, *RESUME_WORDS)
         ):
             continue
-        place = real_path(value)
+        place = "" if is_remote(value) else real_path(value)
         # A recipe is data from somebody else: it must not write into a home folder or a system
         # folder.
         if _beneath(place, real_path(".")) or (key == CACHE and _is_ours(place)):
@@ -107,6 +109,30 @@ def foreign_launcher(
     return out
 
 
+def foreign_remote(
+    run: UnresolvedRun,
+    origin_of: Callable[[str], str],
+    is_own: Callable[[str], bool],
+    base: Path | None,
+) -> list[Problem]:
+    """Return a problem if a recipe or run file sets the address to which checkpoints are uploaded:
+    it would receive the weights, and could be anybody's.
+
+    Args:
+        run: the configuration.
+        origin_of: returns the origin of a key.
+        is_own: returns whether a file may set it.
+        base: the run file; one in its own run folder may keep the address of its run.
+    """
+    address = run.checkpoint.remote
+    source = origin_of(REMOTE).rpartition(":")[0]
+    if address is None or not source or is_own(source):
+        return []
+    if base is not None and address == _address_of(user_path(str(base)).parent):
+        return []
+    return [Problem("MT458", REMOTE, address, "", override(REMOTE, address), origin_of(REMOTE))]
+
+
 def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
@@ -127,14 +153,26 @@ def _beneath(place: str, folder: str) -> bool:
 
 
 def _places_of(home: Path) -> list[str]:
-    """Return the folders in which a run has had local checkpoints; none for a run folder that is
-    not where it was made, which may be somebody else's.
+    """Return the folders in which a run has had local checkpoints."""
+    places = _noted(home / LOCAL_FILE).get("places")
+    return list(map(str, places)) if isinstance(places, list) else []
+
+
+def _address_of(home: Path) -> object:
+    """Return the address to which a run uploads its checkpoints; None if there is none."""
+    return _noted(home / REMOTE_FILE).get("url")
+
+
+def _noted(file: Path) -> dict[str, object]:
+    """Return the content of a file that names its run folder; empty for a folder that is not where
+    it was made, which may be somebody else's.
     """
     try:
-        body = json.loads((home / LOCAL_FILE).read_text())
-        return list(map(str, body["places"])) if body["home"] == os.path.realpath(home) else []
+        body = json.loads(file.read_text())
+        ours = body["home"] == os.path.realpath(file.parent)
     except (OSError, ValueError, KeyError, TypeError):
-        return []
+        return {}
+    return body if ours else {}
 
 
 def _is_ours(place: str) -> bool:

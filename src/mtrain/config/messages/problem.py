@@ -8,6 +8,7 @@ from typing import Any
 from mtrain.config.schema.base import Section
 from mtrain.config.schema.run import UnresolvedRun
 from mtrain.errors import Problem, Related, Severity
+from mtrain.object_store import is_remote, without_secret
 
 
 def value_at(run: UnresolvedRun, path: str) -> Any:
@@ -37,9 +38,11 @@ def problem_of(
 
 
 def plain(value: Any) -> Any:
-    """Return a value as YAML spells it."""
+    """Return a value as YAML spells it; credentials in an address are left out."""
     if isinstance(value, Section):
         return value.model_dump(mode="json")
+    if isinstance(value, str) and is_remote(value):
+        return without_secret(value)
     return list(value) if isinstance(value, tuple) else value
 
 

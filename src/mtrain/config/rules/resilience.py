@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.machine.devices import facts_of
 from mtrain.config.rules.finding import DP, Finding
 from mtrain.config.rules.rule import rule
 from mtrain.config.schema.run import RunConfig
@@ -11,25 +12,23 @@ from mtrain.errors import Code
 
 RESTARTS = "resilience.restarts"
 REPLICA_CHECK = "resilience.replica_check_interval"
+RERUN = "resilience.rerun"
 STRAGGLERS = "resilience.straggler_interval"
 
 
 @rule(
     "MT437",
-    reads=f"{RESTARTS} launch.kind launch.tasks cluster.nodes parallel.ranks",
+    reads=f"{RESTARTS} launch.kind launch.tasks parallel.ranks",
 )
 def restarts_under_launchers(run: RunConfig) -> Iterator[Finding]:
     """Require that one process starts all ranks of a run that restarts them."""
     kind = run.launch.kind
     ranks = run.parallel.ranks
-    machines = min(run.cluster.nodes, ranks)
     if not run.resilience.restarts or kind == "local":
         return
     detail = ""
     if kind == "torchrun":
         detail = kind
-    elif machines > 1:
-        detail = f"{kind} with {machines} machines"
     elif run.launch.tasks == "device" and ranks > 1:
         detail = f"{kind} with a task for each of {ranks} ranks"
     if detail:
@@ -50,6 +49,48 @@ def replicas_to_compare(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT469", REPLICA_CHECK, f"parallel.fsdp={p.fsdp} shards them", [off])
     elif p.dp * p.cp == 1:
         yield Finding("MT469", REPLICA_CHECK, f"dp {p.dp} * cp {p.cp} = 1", [off])
+
+
+@rule(
+    Code("MT360", example=f"{RERUN}=on_anomaly cluster=h100x8"),
+    reads=f"{RERUN} trainer.deterministic cluster.device",
+)
+def deterministic_reruns(run: RunConfig) -> Iterator[Finding]:
+    """Cannot tell a device at fault by computing a step twice because its algorithms do not give
+    the same bits every time.
+    """
+    if run.resilience.rerun == "off" or run.trainer.deterministic:
+        return
+    device = run.cluster.device
+    if not facts_of(device).on_host:
+        fixes: list[dict[str, object]] = [{"trainer.deterministic": True}, {RERUN: "off"}]
+        yield Finding("MT360", RERUN, f"trainer.deterministic=false on {device}", fixes)
+
+
+@rule(
+    Code("MT361", example=f"{RERUN}=every_n parallel.fsdp=fsdp2"),
+    reads=f"{RERUN} parallel.fsdp parallel.hybrid_context_parallel trainer.cuda_graph_impl"
+    " precision.fp8_recipe",
+)
+def repeatable_steps(run: RunConfig) -> Iterator[Finding]:
+    """Cannot compute a step twice."""
+    if run.resilience.rerun == "off":
+        return
+    off = {RERUN: "off"}
+    p = run.parallel
+    graphs = run.trainer.cuda_graph_impl
+    if p.fsdp != "none":
+        why = f"parallel.fsdp={p.fsdp} has no gradients of one rank to compare"
+        yield Finding("MT361", RERUN, why, [off])
+    if p.hybrid_context_parallel:
+        why = "parallel.hybrid_context_parallel=true deals documents out over all replicas"
+        yield Finding("MT361", RERUN, why, [{"parallel.hybrid_context_parallel": False}, off])
+    if graphs != "none":
+        why = f"trainer.cuda_graph_impl={graphs} repeats no record of what a rank sends"
+        yield Finding("MT361", RERUN, why, [{"trainer.cuda_graph_impl": "none"}, off])
+    if run.precision.fp8_recipe == "delayed":
+        why = "precision.fp8_recipe=delayed scales by earlier forwards, which the second one is"
+        yield Finding("MT361", RERUN, why, [{"precision.fp8_recipe": "tensorwise"}, off])
 
 
 @rule(

@@ -16,6 +16,7 @@ from mtrain.config.messages.suggestions import near_choice
 from mtrain.config.rules.finding import Change, Finding, each, multiples
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
+from mtrain.object_store import is_remote, unusable
 
 RESUME = "checkpoint.resume"
 START = "checkpoint.init_from"
@@ -26,6 +27,7 @@ EVERY = "checkpoint.keep_every"
 BEST = "checkpoint.keep_best"
 LOCAL = "checkpoint.local_dir"
 LOCALLY = "checkpoint.local_interval"
+REMOTE = "checkpoint.remote"
 NO_LOCAL = {LOCAL: None, LOCALLY: None}
 RUNS = "log.runs_dir"
 EVALUATED = "trainer.eval_interval"
@@ -87,6 +89,10 @@ def resume_point(run: RunConfig) -> Iterator[Finding]:
     resume = run.checkpoint.resume
     if resume is None or resume in RESUME_WORDS:
         return
+    if is_remote(resume):
+        if why := unusable(resume):
+            yield Finding("MT433", RESUME, why, each(RESUME, [None]))
+        return
     path = user_path(resume)
     if not resume:
         detail = "it is empty"
@@ -110,6 +116,10 @@ def starting_weights(run: RunConfig) -> Iterator[Finding]:
     """Require a run, a checkpoint or a Hugging Face model in the folder of weights."""
     start = run.checkpoint.init_from
     if start is None:
+        return
+    if is_remote(start):
+        if why := unusable(start):
+            yield Finding("MT436", START, why, each(START, [None]))
         return
     path = user_path(start)
     files = (RUN_FILE, MANIFEST, "config.json")
@@ -275,6 +285,28 @@ def local_folder(run: RunConfig) -> Iterator[Finding]:
     elif not found and (disk := _disk_of(place)) is not None and disk == _disk_of(runs):
         detail = f"cannot be faster than {RUNS}={run.log.runs_dir} because both are on one disk"
         yield Finding("MT457", LOCAL, detail, fixes, "warning", also=(RUNS,))
+
+
+@rule("MT459", reads=REMOTE)
+def remote_address(run: RunConfig) -> Iterator[Finding]:
+    """Require an address that holds no secret and that other processes can read."""
+    remote = run.checkpoint.remote
+    if remote is not None and (why := unusable(remote, lasting=True)):
+        yield Finding("MT459", REMOTE, why, [{REMOTE: None}], hint=f"{REMOTE}=s3://BUCKET/PREFIX")
+
+
+@rule(
+    Code(
+        "MT490",
+        severity="warning",
+        example=f"{REMOTE}=s3://bucket/run {FINAL}=false {INTERVAL}=0",
+    ),
+    reads=f"{REMOTE} {INTERVAL} {MINUTES} {FINAL}",
+)
+def remote_without_saves(run: RunConfig) -> Iterator[Finding]:
+    """Cannot upload checkpoints because the run saves none."""
+    if run.checkpoint.remote is not None and not run.checkpoint.saves:
+        yield Finding("MT490", REMOTE, fixes=[{FINAL: True}, {REMOTE: None}])
 
 
 def _disk_of(path: str) -> int | None:

@@ -46,13 +46,14 @@ class UnresolvedCheckpoint(Section):
     resume: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="load")] = None
     """`auto`: continue the run that the same launch started (with `log.name`: the run of that
     name), or start one. `latest`: continue the newest run of this configuration. Otherwise a run
-    folder or a checkpoint folder. null: a new run; under a launcher that restarts failed runs,
-    `auto`.
+    folder, a checkpoint folder, or the address of either in an object store, whose checkpoint is
+    downloaded first. null: a new run; under a launcher that restarts failed runs, `auto`.
     """
     init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
-    """Weights that a new run starts from: a run or checkpoint folder, or a Hugging Face folder;
-    null: drawn from trainer.seed. If no model is chosen, the model is theirs. Optimizer, schedule
-    and data start at step 0; a resumed run has weights of its own.
+    """Weights that a new run starts from: a run or checkpoint folder, the address of either in an
+    object store, or a Hugging Face folder; null: drawn from trainer.seed. If no model is chosen,
+    the model is theirs. Optimizer, schedule and data start at step 0; a resumed run has weights of
+    its own.
     """
     async_save: Annotated[bool | None, Key(flag="--async-save")] = None
     """Save in the background: each rank copies its state to host memory and goes on, and a process
@@ -65,8 +66,8 @@ class UnresolvedCheckpoint(Section):
     state, or half of what is free on the machine.
     """
     retries: NonNegativeInt = 0
-    """Further tries to write the files of a checkpoint where the disk refuses. A state that
-    async_save copies in several parts has only one.
+    """Further tries to write the files of a checkpoint where the disk refuses, or to upload it. A
+    state that async_save copies in several parts has only one try to write it.
     """
     on_failure: Literal["stop", "continue"] = "stop"
     """The reaction to a checkpoint that cannot be written: end the run with an error, or warn and
@@ -82,6 +83,12 @@ class UnresolvedCheckpoint(Section):
     local_interval: Annotated[PositiveInt | None, Key(when=LOCAL, unit="steps")] = None
     """Steps between local checkpoints in local_dir. A step gets none if a checkpoint in the run
     folder is due after it, or if one is still being written. null: none.
+    """
+    remote: str | None = None
+    """Address in an object store to which each checkpoint of the run folder is uploaded in the
+    background, such as s3://bucket/prefix (gs://, az://, or file:// on a shared disk). `keep` and
+    its like apply there, too. With it, `resume=latest` also continues the run that wrote there.
+    One run writes to an address, and no recipe sets it. null: none.
     """
     accept_changes: bool = False
     """Continue although keys that change the numbers differ from those of the checkpoint."""

@@ -15,7 +15,8 @@ class ResilienceConfig(Section):
     restarts: Annotated[NonNegativeInt, Key(aka="max_restarts")] = 0
     """Restarts of a run whose ranks fail, each from the newest checkpoint; `--restarts N` sets it.
     A run ends earlier after 3 restarts in a row without a new step. Bad input, a bad environment,
-    damaged data and a stop on request restart nothing. Only for the ranks of one machine.
+    damaged data and a stop on request restart nothing. On several machines, each has one process of
+    mtrain, which starts its ranks.
     """
     restart_window: Annotated[
         PositiveFloat | None, Key(when="resilience.restarts>0", unit="minutes")
@@ -27,6 +28,21 @@ class ResilienceConfig(Section):
     """Steps between two comparisons of the weights of data-parallel replicas, by a checksum of each
     tensor, after backward and before the update. If they differ, the run names the rank, its
     machine and the tensor, and ends with exit code 5. null: no comparison.
+    """
+    rerun: Literal["off", "on_anomaly", "every_n"] = "off"
+    """Steps whose forward and backward are computed a second time before the update, from the same
+    weights, samples and random numbers. on_anomaly: those whose loss or gradient norm is not
+    finite, or above `spike_factor` times its running median; every_n: each `rerun_interval`-th. If
+    the bits are the same, the data is at fault, and its documents are named; if not, the device of
+    a rank is, and the run ends with exit code 5. `metrics.jsonl` has the result as `attribution`.
+    """
+    rerun_interval: Annotated[PositiveInt, Key(when="resilience.rerun=every_n")] = 100
+    """Steps between two that are computed again."""
+    spike_factor: Annotated[float, Field(gt=1), Key(when="resilience.rerun=on_anomaly|every_n")] = (
+        4.0
+    )
+    """The multiple of its median over the last 100 normal steps above which a loss or a gradient
+    norm is an anomaly; nothing is compared before 10 steps of this process.
     """
     straggler_interval: Annotated[PositiveInt | None, Key(unit="steps")] = None
     """Steps between two reports in which ranks compare the time of their own work, without waits

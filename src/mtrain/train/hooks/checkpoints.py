@@ -14,6 +14,7 @@ from mtrain.ckpt.local import Local
 from mtrain.ckpt.saving.background import BackgroundSaves, Limits
 from mtrain.ckpt.saving.process import WriterProcess
 from mtrain.config.machine.hardware import free_memory_bytes
+from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError, warn
 from mtrain.goodput.meter import SAVING
 from mtrain.train.hooks.base import Hook
@@ -76,6 +77,8 @@ class Checkpoints(Hook):
         """The number and the time of waits for a save that was under way when the next was due."""
         self.unsecured = False
         """Tensors of a save may still be copied."""
+        self.reserved = False
+        """Saves in the background have their memory, or have requested it."""
         self.blocked_s = 0.0
         """The time that the save under way has kept the loop."""
 
@@ -127,6 +130,10 @@ class Checkpoints(Hook):
             self._save(context)
         elif self._is_local_due(context, result):
             self._save_locally(context)
+        elif self.saves is not None and not self.reserved and _saves_often(context.run):
+            # After a step the optimizer has all of its state.
+            ckpt_state.reserve(self.saves, context.run, context.world, context.state)
+        self.reserved = True
 
     def finish(self, context: TrainContext) -> None:
         """Save the last state."""
@@ -309,6 +316,11 @@ class Checkpoints(Hook):
                 " replaces the one before"
             )
         self.announced = True
+
+
+def _saves_often(run: RunConfig) -> bool:
+    """Return whether a run saves at an interval, so that it needs memory for that anyway."""
+    return bool(run.checkpoint.save_interval) or run.checkpoint.save_minutes is not None
 
 
 def _size(path: Path, how: str) -> str:

@@ -54,6 +54,10 @@ class TrainContext:
     """A function that runs the micro-batches of a step, with the arguments of `run_schedule`; None:
     the pipeline of `run_pipeline`.
     """
+    compute: Callable[..., list[torch.Tensor]] | None = None
+    """A function that computes the gradients of a step, with the arguments of `step.gradients`;
+    None: that one.
+    """
     stop: StopRequest = field(default_factory=StopRequest)
     """Requests to stop that this rank got."""
     stops: bool = False

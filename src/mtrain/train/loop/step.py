@@ -68,7 +68,7 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
         batches = context.prefetcher.take(state.consumed_samples, size)
     clock.waited_s = context.prefetcher.waited_s
     with clock.phase("forward_backward"):
-        reports = gradients(context, batches)
+        reports = (context.compute or gradients)(context, batches)
     begin_phase("optimizer")
     context.hooks.call("before_update", context)
     scale, may_fall = loss_scale(state.optimizer) or (None, False)

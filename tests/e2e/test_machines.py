@@ -1,0 +1,237 @@
+"""Runs on two machines, each a launcher of its own on this one: restarts, and lost machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.commands import SMALL, metrics, wait_for
+from tests.support.covering import some
+from tests.support.launched import Launched, free_port, mtrain
+from tests.support.patience import patient, slowness
+
+pytestmark = pytest.mark.e2e
+
+RUN = (*SMALL, "cluster=cpu", "parallel=dp2", "checkpoint.save_interval=2", "log.name=run")
+STEPS = 6
+TO_THE_END = (*RUN, f"trainer.train_iters={STEPS}")
+ENDLESS = (*RUN, "trainer.train_iters=100000", "checkpoint.save_interval=100000")
+# A fault in step 4, and the error that names its rank
+FAULTS = {
+    "kill@4:1": "rank 1 was ended by SIGKILL",
+    "kill@4:0": "rank 0 was ended by SIGKILL",
+    "raise@4:1": "rank 1 failed first: RuntimeError: injected fault",
+    "hang@4:1": "rank 1 holds the run up: no progress",
+}
+
+
+class Machines:
+    """The launchers of a run, which end with the test."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.port = str(free_port())
+        self.all: list[Launched] = []
+
+    def start(self, number: int, *words: str, patch: Callable[[], None] | None = None) -> Launched:
+        """Start the launcher of a machine."""
+        place = {"MTRAIN_MACHINE": str(number), "MTRAIN_MACHINES": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
+        launched = Launched(*words, cwd=self.home, environment=place, patch=patch)
+        self.all.append(launched)
+        return launched
+
+    def both(self, *words: str, patch: Callable[[], None] | None = None) -> list[Launched]:
+        """Start both launchers."""
+        return [self.start(number, *words, patch=patch) for number in range(2)]
+
+    @property
+    def run(self) -> Path:
+        """Return the run folder."""
+        return self.home / "runs/run"
+
+    def result(self) -> dict[str, Any]:
+        """Return the hashes of what the ranks saved after the last step, and every step's loss."""
+        manifest = json.loads(
+            (self.run / f"checkpoints/step_{STEPS:08d}/manifest.json").read_text()
+        )
+        files = manifest["files"].items()
+        return {
+            "shards": {n: f["header_sha256"] for n, f in files if n.startswith("rank_")},
+            "steps": [
+                (line["step"], line["loss"], line["grad_norm"]) for line in metrics(self.run)
+            ],
+        }
+
+    def restarts(self) -> list[dict[str, Any]]:
+        """Return the restarts that the run folder notes."""
+        path = self.run / "restarts.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Any:
+    started = Machines(tmp_path)
+    yield started
+    for launched in started.all:
+        launched.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the result of a run of one machine without faults."""
+    home = tmp_path_factory.mktemp("whole")
+    done = mtrain(*TO_THE_END, cwd=home)
+    assert done.returncode == 0, done.stderr
+    return Machines(home).result()
+
+
+def _executing() -> None:
+    """Have ranks executed, as on a device that does not survive a fork."""
+    from mtrain.launching import start
+
+    start.may_fork = lambda run: False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("fault", some(FAULTS, ["kill@4:1"]))
+def test_machines_restarted_run_ends_bitwise(
+    fault: str, machines: Machines, undisturbed: dict[str, Any]
+) -> None:
+    words = [*TO_THE_END, "--restarts", "2", "--inject", fault]
+    soft_s = 0.0
+    if fault.startswith("hang"):
+        soft_s = 1.5 * slowness()
+        words += [f"trainer.soft_timeout_s={soft_s}", f"trainer.timeout_s={2 * soft_s}"]
+    started = machines.both(*words)
+    assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
+    (noted,) = machines.restarts()
+    assert noted["error"].startswith(FAULTS[fault])
+    assert (noted["rank"], noted["step"]) == (int(fault[-1]), 4)
+    assert noted["checkpoint"] == "checkpoints/step_00000002"
+    assert f"restart 1 of 2: {FAULTS[fault]}" in started[0].said
+    assert "restart 1 of" not in started[1].said
+    assert machines.result() == undisturbed
+    life = json.loads((machines.run / "goodput.json").read_text())
+    assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "finished"]
+    known = "no progress" if fault.startswith("hang") else FAULTS[fault]
+    assert known in life["attempts"][0]["why"]
+    assert sum(life["seconds"].values()) == pytest.approx(life["wall_s"], abs=0.01)
+
+
+@pytest.mark.full
+def test_machines_executed_ranks_end_bitwise(
+    machines: Machines, undisturbed: dict[str, Any]
+) -> None:
+    words = [*TO_THE_END, "--restarts", "1", "--inject", "kill@4:1"]
+    started = machines.both(*words, patch=_executing)
+    assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
+    assert len(machines.restarts()) == 1
+    assert machines.result() == undisturbed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "code", "restarts"), [("always:oom@2:1", 3, 0), ("always:raise@2:1", 5, 3)]
+)
+def test_machines_stop_restarting_where_it_is_futile(
+    fault: str, code: int, restarts: int, machines: Machines
+) -> None:
+    started = machines.both(*TO_THE_END, "--restarts", "9", "--inject", fault)
+    assert [one.wait() for one in started] == [code, code], [one.said for one in started]
+    assert len(machines.restarts()) == restarts
+    assert "rank 1" in started[1].said
+
+
+def _stepping(machines: Machines, started: list[Launched], steps: int = 3) -> None:
+    def reached() -> bool:
+        ended = any(one.poll() is not None for one in started)
+        return ended or len(metrics(machines.run)) > steps
+
+    wait_for(reached)
+    assert all(one.poll() is None for one in started), [one.said for one in started]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_machines_lost_launcher_is_named_by_the_other(lost: int, machines: Machines) -> None:
+    started = machines.both(*ENDLESS)
+    _stepping(machines, started)
+    ranks = [rank for one in started for rank in one.ranks()]
+    assert len(ranks) == 2
+    os.kill(started[lost].pid, signal.SIGKILL)
+    other = started[1 - lost]
+    assert other.wait(30) == 5, other.said
+    assert f"machine {lost} (" in other.said
+    assert "is lost: its launcher has ended" in other.said
+    _, alive = psutil.wait_procs(ranks, timeout=patient(30))
+    assert not alive
+
+
+def test_machines_replaced_launcher_joins_the_next_attempt(
+    machines: Machines, undisturbed: dict[str, Any]
+) -> None:
+    held = machines.home / "held"
+
+    def hold() -> None:
+        """Have the second machine wait in step 4 until its launcher is killed."""
+        from mtrain.world import faults
+
+        def act() -> None:
+            held.touch()
+            faults._hang()
+
+        faults.KINDS["hang"] = faults.Kind(faults.FORWARD, act)
+
+    words = [*TO_THE_END, "--restarts", "1"]
+    started = machines.both(*words, "--inject", "hang@4:1", patch=hold)
+    wait_for(held.exists)
+    os.kill(started[1].pid, signal.SIGKILL)
+    again = machines.start(1, *words, "--inject", "hang@4:1")
+    assert [started[0].wait(), again.wait()] == [0, 0], (started[0].said, again.said)
+    (noted,) = machines.restarts()
+    assert (noted["rank"], noted["kind"]) == (1, "machine lost")
+    assert "ranks 1 to 1) is lost" in started[0].said
+    assert machines.result() == undisturbed
+
+
+@pytest.mark.full
+def test_machines_lost_launcher_without_successor_ends_run(machines: Machines) -> None:
+    started = machines.both(*ENDLESS, "--restarts", "1", "trainer.join_timeout_s=2")
+    _stepping(machines, started)
+    os.kill(started[1].pid, signal.SIGKILL)
+    assert started[0].wait(60) == 5, started[0].said
+    assert "not restarted: no other launcher came within 2 s" in started[0].said
+
+
+@pytest.mark.full
+def test_machines_stop_of_one_saves_and_ends_both(machines: Machines) -> None:
+    started = machines.both(*ENDLESS, "--restarts", "1")
+    _stepping(machines, started)
+    os.kill(started[1].pid, signal.SIGTERM)
+    assert [one.wait(60) for one in started] == [75, 75], [one.said for one in started]
+    assert list((machines.run / "checkpoints").glob("step_*/manifest.json"))
+    assert not machines.restarts()
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "code", "text"),
+    [
+        (("parallel=dp3",), (), 3, "the layout has 3 ranks"),
+        ((), ("optim.lr=0.5",), 3, "optim.lr=0.5 and "),
+    ],
+    ids=["undivided", "different"],
+)
+def test_machines_refused_run_ends_all(
+    words: tuple[str, ...], more: tuple[str, ...], code: int, text: str, machines: Machines
+) -> None:
+    given = [*TO_THE_END, *words]
+    started = [machines.start(0, *given), machines.start(1, *given, *more)]
+    assert [one.wait() for one in started] == [code, code], [one.said for one in started]
+    assert all(text in one.said for one in started)
+    assert not machines.run.exists()
