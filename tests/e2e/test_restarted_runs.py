@@ -96,6 +96,11 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     measured(record_property, kills_named=not wrong, misnamed=wrong)
     assert noted["error"].startswith(FAULTS[fault])
     assert noted["rank"] == int(fault[-1])
+    for rank in (0, 1):
+        kept = tmp_path / f"runs/run/{noted['records']}/collectives_rank_0000{rank}.txt"
+        assert " of tp (float32 [" in kept.read_text()
+    if fault.startswith(HANGS):
+        assert re.search(r"(in|after) \w+ #\d+ of \S+ \(float\d\d \[", noted["error"])
     assert (noted["step"], noted["checkpoint"]) == (4, "checkpoints/step_00000002")
     assert f"restart 1 of 2: {FAULTS[fault]}" in done.stdout
     assert "(step 4); continuing from step_00000002, 1 step lost" in done.stdout
@@ -312,6 +317,8 @@ def test_restarted_run_of_executed_ranks_ends_bitwise(
     assert run.wait() == 0, run.said
     assert "restart 1 of 1: rank 1 was ended by SIGKILL (step 4)" in run.said
     assert (tmp_path / "runs/run/start.json").is_file()
+    kept = (tmp_path / "runs/run/errors/restart_1/collectives_rank_00001.txt").read_text()
+    assert " of tp (float32 [" in kept
     assert result(tmp_path / "runs/run") == undisturbed
 
 

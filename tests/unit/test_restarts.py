@@ -154,8 +154,9 @@ def test_restarts_off_raise_the_error_itself(attempts: Callable[..., Attempts]) 
 def test_restarts_injected_faults_happen_once_unless_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    some = faults.parse("kill@3,always:raise@3:1,exit@9:2")
-    assert [str(fault) for fault in faults.left(some, 3)] == ["always:raise@3:1", "exit@9:2"]
+    some = faults.parse("kill@3,always:raise@3:1,slow@1:3,exit@9:2")
+    left = ["always:raise@3:1", "slow@1:3", "exit@9:2"]
+    assert [str(fault) for fault in faults.left(some, 3)] == left
     for text in ("kill", "kill@0", "melt@3", "kill@3:", "kill@3,"):
         with pytest.raises(ValueError, match="is no fault; faults are kill, "):
             faults.parse(text)

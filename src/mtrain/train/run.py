@@ -40,6 +40,7 @@ from mtrain.train.hooks.progress import Progress
 from mtrain.train.hooks.replicas import Replicas
 from mtrain.train.hooks.sample import RanksApart, Sample, end_after_run
 from mtrain.train.hooks.startup import Startup
+from mtrain.train.hooks.stragglers import Stragglers
 from mtrain.train.hooks.tokenizer import KeepTokenizer
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import StopRequest
@@ -159,6 +160,8 @@ def run_hooks(
     ]
     if run.resilience.replica_check_interval is not None:
         hooks.append(Replicas(run.resilience.replica_check_interval))
+    if run.resilience.straggler_interval is not None:
+        hooks.append(Stragglers(run.resilience))
     if run.trainer.profile_step:
         # first, so that the trace has the work of no other hook
         hooks.insert(0, Profile(folder, run.trainer.profile_step, run.trainer.profile_ranks))

@@ -6,6 +6,7 @@ code that passes a moment calls `reach`. Importing this module does not import t
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -36,6 +37,8 @@ class Kind:
     """The moment of a step at which it happens, as `reach` names it."""
     act: Callable[[], None]
     """The fault itself."""
+    lasts: bool = False
+    """True if it also happens in every later step, after a restart too."""
 
 
 def _send(number: signal.Signals) -> Callable[[], None]:
@@ -67,6 +70,20 @@ def _die_in_collective() -> None:
     distributed.barrier()  # the other ranks make another collective
 
 
+class _Slowness:
+    """Threefold time of this process: at each call it works twice as long as since the last one."""
+
+    def __init__(self) -> None:
+        self.since = math.inf
+
+    def __call__(self) -> None:
+        now = time.thread_time()
+        until = now + 2 * max(0.0, now - self.since)
+        while time.thread_time() < until:
+            pass
+        self.since = time.thread_time()
+
+
 KINDS = {
     "kill": Kind(FORWARD, _send(signal.SIGKILL)),
     "kill_backward": Kind(BACKWARD, _send(signal.SIGKILL)),
@@ -79,6 +96,7 @@ KINDS = {
     "flip_weight": Kind(FLIP, lambda: None),
     "flip_activation": Kind(FLIP, lambda: None),
     "flip_gradient": Kind(FLIP, lambda: None),
+    "slow": Kind(FORWARD, _Slowness(), lasts=True),
 }
 ALWAYS = "always:"
 FORM = re.compile(rf"({ALWAYS})?([a-z_]+)@(\d+)(?::(\d+))?")
@@ -97,6 +115,11 @@ class Fault:
     """True if it happens each time that the step is made, also after a restart, or if it is
     computed again. A weight then keeps the flipped bit; otherwise the forward has it once.
     """
+
+    @property
+    def lasts(self) -> bool:
+        """Return whether it also happens in every later step."""
+        return KINDS[self.kind].lasts
 
     def __str__(self) -> str:
         return f"{ALWAYS if self.always else ''}{self.kind}@{self.step}:{self.rank}"
@@ -121,7 +144,7 @@ def _parsed(text: str) -> Fault:
 
 def left(faults: Iterable[Fault], step: int) -> tuple[Fault, ...]:
     """Return the faults that may still happen in a run that failed while it made `step`."""
-    return tuple(fault for fault in faults if fault.always or fault.step > step)
+    return tuple(fault for fault in faults if fault.always or fault.lasts or fault.step > step)
 
 
 _armed: list[Fault] = []
@@ -147,7 +170,8 @@ def reach(moment: str, step: int | None = None) -> None:
 
     `step` is for a process that makes no steps itself; None: the step that this process makes.
     """
+    now = heartbeat.step if step is None else step
     for fault in _armed:
         kind = KINDS[fault.kind]
-        if kind.moment == moment and fault.step == (heartbeat.step if step is None else step):
+        if kind.moment == moment and (fault.step == now or (fault.lasts and fault.step < now)):
             kind.act()

@@ -13,6 +13,7 @@ from mtrain.errors import Code
 RESTARTS = "resilience.restarts"
 REPLICA_CHECK = "resilience.replica_check_interval"
 RERUN = "resilience.rerun"
+STRAGGLERS = "resilience.straggler_interval"
 
 
 @rule(
@@ -90,3 +91,26 @@ def repeatable_steps(run: RunConfig) -> Iterator[Finding]:
     if run.precision.fp8_recipe == "delayed":
         why = "precision.fp8_recipe=delayed scales by earlier forwards, which the second one is"
         yield Finding("MT361", RERUN, why, [{"precision.fp8_recipe": "tensorwise"}, off])
+
+
+@rule(
+    Code("MT365", example=f"{STRAGGLERS}=5 parallel=single"),
+    reads=f"{STRAGGLERS} parallel.ranks parallel.pp",
+)
+def ranks_to_time(run: RunConfig) -> Iterator[Finding]:
+    """Cannot compare the own time of ranks because no pipeline stage has two of them."""
+    p = run.parallel
+    if run.resilience.straggler_interval is not None and p.ranks <= p.pp:
+        detail = f"ranks {p.ranks}, pp {p.pp}"
+        yield Finding("MT365", STRAGGLERS, detail, [{STRAGGLERS: None}])
+
+
+@rule(
+    Code("MT366", example=f"{STRAGGLERS}=5 trainer.cuda_graph_impl=local parallel=tp2"),
+    reads=f"{STRAGGLERS} trainer.cuda_graph_impl",
+)
+def graphs_and_own_time(run: RunConfig) -> Iterator[Finding]:
+    """Cannot time the own work of ranks because a CUDA graph hides their collectives."""
+    graphs = "trainer.cuda_graph_impl"
+    if run.resilience.straggler_interval is not None and run.trainer.cuda_graph_impl != "none":
+        yield Finding("MT366", STRAGGLERS, "", [{STRAGGLERS: None}, {graphs: "none"}])

@@ -44,3 +44,20 @@ class ResilienceConfig(Section):
     """The multiple of its median over the last 100 normal steps above which a loss or a gradient
     norm is an anomaly; nothing is compared before 10 steps of this process.
     """
+    straggler_interval: Annotated[PositiveInt | None, Key(unit="steps")] = None
+    """Steps between two reports in which ranks compare the time of their own work, without waits
+    for other ranks. A rank is compared with those of its pipeline stage. On a GPU only the last of
+    these steps is timed. null: no comparison.
+    """
+    straggler_ratio: Annotated[
+        Annotated[float, Field(gt=1)], Key(when="resilience.straggler_interval")
+    ] = 2.0
+    """A rank whose own time exceeds so many times the median of its stage is slow in a report."""
+    straggler_reports: Annotated[PositiveInt, Key(when="resilience.straggler_interval")] = 3
+    """Reports in a row in which a rank has to be slow before it is named."""
+    on_straggler: Annotated[
+        Literal["report", "restart"], Key(when="resilience.straggler_interval")
+    ] = "report"
+    """report: a warning names the rank, its machine and its device; restart: the run then also
+    saves and ends with exit code 75, so that a scheduler can place it elsewhere.
+    """

@@ -24,15 +24,17 @@ class Metrics(Hook):
     (predictions that count), batch_size, samples (consumed so far), tokens_per_s (tokens without
     padding, predicted from or not), step_s and its parts data_s, forward_backward_s, optimizer_s;
     data_wait_s, the part of data_s in which the host waited for samples, and data_wait_share, its
-    share of the step; model_flops of these tokens, each document as long as it is, by the causal
-    count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full
-    (attention counted in full), of the peak of the format that linear layers multiply in; where
-    weights have another, mfu_bf16 or mfu_fp16 of its peak. Where samples may be padded:
-    padding_share, of their positions. Further metrics of the objective: z_loss with
-    `trainer.z_loss_coeff` (no part of loss), token_accuracy with `log.token_accuracy`. fp16:
-    loss_scale, and skipped where the update was; the norm of a gradient that overflowed is null, as
-    is every number that is not finite. `hooks.planned` adds what was planned of the step. Lines of
-    an evaluation have time, step, valid_loss, and valid_samples and valid_tokens, which it is over.
+    share of the step; own_s, the part of step_s in which rank 0 did not wait for other ranks, with
+    `resilience.straggler_interval` in the steps that are timed; model_flops of these tokens, each
+    document as long as it is, by the causal count, tflops_per_rank, and, where the cluster states a
+    peak, mfu (causal) and mfu_full (attention counted in full), of the peak of the format that
+    linear layers multiply in; where weights have another, mfu_bf16 or mfu_fp16 of its peak. Where
+    samples may be padded: padding_share, of their positions. Further metrics of the objective:
+    z_loss with `trainer.z_loss_coeff` (no part of loss), token_accuracy with `log.token_accuracy`.
+    fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
+    null, as is every number that is not finite. `hooks.planned` adds what was planned of the step.
+    Lines of an evaluation have time, step, valid_loss, and valid_samples and valid_tokens, which it
+    is over.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -74,6 +74,15 @@ class TrainContext:
         """Return whether this rank got a request to stop."""
         return self.stop.requested
 
+    @property
+    def times_own(self) -> bool:
+        """Return whether the time is counted in which ranks work themselves in the next step."""
+        every = self.run.resilience.straggler_interval
+        # Each collective takes two events of the device, which one step in a while can afford.
+        return every is not None and (
+            not self.world.device.runs_ahead or (self.state.step + 1) % every == 0
+        )
+
     @cached_property
     def by_time(self) -> ByTime:
         """Return the clock of what happens every so many minutes."""

@@ -60,7 +60,7 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
     The device gets the work and the host goes on; it waits only where what to do depends on a
     number of the device.
     """
-    clock = Clock(context.world.device)
+    clock = Clock(context.world.device, own=context.times_own)
     state = context.state
     size = size_after(context.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
