@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from mtrain.launching import jobs, resume
 from mtrain.launching.start import run_ranks
 from mtrain.launching.supervise import Failure, Supervisor
 from mtrain.plan.compare import METRICS
-from mtrain.units import number_of
+from mtrain.units import bytes_, number_of
 from mtrain.world import faults
 from mtrain.world.faults import Fault
 from mtrain.world.stacks import ERRORS
@@ -42,6 +42,26 @@ ADVICE = "resume with checkpoint.resume=latest"
 # Bytes at the end of metrics.jsonl that hold its newest lines
 TAIL = 1 << 16
 MINUTE = 60.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of ranks whose processes restart, by rank."""
+
+    bytes_before: list[int]
+    """Bytes that a rank held when it failed."""
+    bytes_after: list[int]
+    """Bytes that it holds with everything released."""
+    survivors: list[int]
+    """Modules and parameters of the model that something still refers to."""
+
+    def words(self) -> str:
+        """Return the memory of the rank that holds the most, as the end of a line."""
+        most = max(range(len(self.bytes_after)), key=self.bytes_after.__getitem__)
+        sizes = [bytes_(sizes[most]) for sizes in (self.bytes_before, self.bytes_after)]
+        kept = sum(self.survivors)
+        more = f"; {number_of(kept, 'module or parameter')} could not be released" if kept else ""
+        return f", in the same processes (memory of rank {most}: {sizes[0]}, now {sizes[1]}){more}"
 
 
 @dataclass
@@ -62,6 +82,8 @@ class Attempts:
     """The last step that any start has made."""
     futile: list[Failure] = field(default_factory=list)
     """The failures since the last start that made a new step, and the failure of that start."""
+    seen: int = 0
+    """Bytes of `RESTARTS` whose restarts are counted here."""
 
     def train(self, environment: Mapping[str, str]) -> None:
         """Train to the end, with as many restarts as `resilience` allows.
@@ -73,10 +95,13 @@ class Attempts:
         """
         errors = self.home / ERRORS
         shutil.rmtree(errors, ignore_errors=True)
-        self.furthest = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        self.furthest = step_in(self.checkpoint)
+        known = _size(self.home / RESTARTS)
+        self.seen = known
         while True:
             supervisor = Supervisor(errors, ADVICE)
-            job = jobs.train_job(self.run, self.checkpoint, self.weights, self.injected)
+            places = (self.checkpoint, self.weights)
+            job = jobs.train_job(self.run, *places, self.injected, known)
             try:
                 run_ranks(self.run, self.home, job, environment, supervisor)
                 return
@@ -87,14 +112,15 @@ class Attempts:
                 # A run that would have been restarted is as resumable as one that has saved.
                 if supervisor.stops and self.run.resilience.restarts:
                     raise Preempted(f"stopped on request, and not restarted: {error}") from None
-                self._again(failure)
+                self.prepare(failure)
 
-    def _again(self, failure: Failure) -> None:
-        """Prepare the next start.
+    def prepare(self, failure: Failure, memory: Memory | None = None) -> None:
+        """Prepare the next start; `memory` is that of ranks whose processes go on.
 
         Raises:
             MtrainError: there is none.
         """
+        self._count_others()
         reached = max(self.furthest, _last_step(self.home / METRICS), failure.step - 1)
         if reached > self.furthest:
             self.futile.clear()
@@ -112,14 +138,38 @@ class Attempts:
         # Imported weights are a checkpoint of step 0, from which nothing but weights is taken.
         if newest is not None and newest != self.weights:
             self.checkpoint = newest
-        begun = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        begun = step_in(self.checkpoint)
         # A later one was passed over: the newest local one would be taken for older than it.
         ckpt_local.forget_after(self.home, begun)
         for note in notes:
             self.say(note)
         self.times.append(self.clock())
         self.injected = faults.left(self.injected, max(failure.step, reached))
-        self._record(failure, _put_aside(self.home / ERRORS, len(self.times)))
+        self._record(failure, _put_aside(self.home / ERRORS, len(self.times)), memory)
+
+    def _count_others(self) -> None:
+        """Count the restarts that another process of this launch has noted: rank 0 those of the
+        launcher, and the launcher those within the ranks.
+        """
+        path = self.home / RESTARTS
+        if _size(path) <= self.seen:
+            return
+        with path.open("rb") as file:
+            file.seek(self.seen)
+            lines = file.read().splitlines()
+        self.seen = _size(path)
+        for line in map(json.loads, lines):
+            checkpoint = line["checkpoint"] and Path(line["checkpoint"])
+            reached = step_in(checkpoint) + line["steps_lost"]
+            if reached > self.furthest:
+                self.futile.clear()
+            self.furthest = max(self.furthest, reached)
+            error = TrainingError(line["error"])
+            self.futile.append(
+                Failure(line["rank"], line["kind"], line["error"], error, line["step"], True)
+            )
+            ago = datetime.now(UTC) - datetime.fromisoformat(line["time"])
+            self.times.append(self.clock() - ago.total_seconds())
 
     def _refuse(self) -> None:
         """Raise the first error since the last new step if no restart is left."""
@@ -144,11 +194,11 @@ class Attempts:
             text = text.replace(str(errors), str(_aside(errors, number)))
         raise TrainingError(text, f"  not restarted: {why}") from None
 
-    def _record(self, failure: Failure, records: Path) -> None:
+    def _record(self, failure: Failure, records: Path, memory: Memory | None) -> None:
         """Report a restart in one line, and note it in the run folder."""
         number = len(self.times)
         step = failure.step or self.furthest + 1
-        begun = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        begun = step_in(self.checkpoint)
         lost = max(0, self.furthest - begun)
         body = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -161,10 +211,14 @@ class Attempts:
             "checkpoint": None if self.checkpoint is None else _named(self.checkpoint, self.home),
             "steps_lost": lost,
             "records": str(records.relative_to(self.home)),
+            "in_process": memory is not None,
         }
+        if memory is not None:
+            body |= asdict(memory)
         try:
             with (self.home / RESTARTS).open("a", encoding="utf-8") as file:
                 file.write(strict_json.dumps(body) + "\n")
+            self.seen = _size(self.home / RESTARTS)
         except OSError as error:
             warn(f"{self.home / RESTARTS} cannot be written: {error.strerror}")
         text = failure.text.removesuffix(f"; {ADVICE}")
@@ -176,8 +230,20 @@ class Attempts:
             origin = f"local {origin}"
         self.say(
             f"restart {number} of {self.run.resilience.restarts}: {text} (step {step}); continuing"
-            f" from {origin}, {number_of(lost, 'step')} lost"
+            f" from {origin}, {number_of(lost, 'step')} lost{memory.words() if memory else ''}"
         )
+
+
+def step_in(checkpoint: Path | None) -> int:
+    """Return the step of a checkpoint, 0 for the beginning."""
+    return 0 if checkpoint is None else ckpt_folder.step_of(checkpoint)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _named(path: Path, home: Path) -> str:

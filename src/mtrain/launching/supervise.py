@@ -202,8 +202,12 @@ class Supervisor:
             if silent and not (silent[0].signal == signal.SIGABRT and own):
                 steps = [r["step"] for r in records.values() if r]
                 return self._death(silent[0], max(steps, default=0))
-        cause = min(own or [r for r in records.values() if r], key=lambda r: r["time"])
-        return self._error(cause)
+        return self.first_of([r for r in records.values() if r])
+
+    def first_of(self, records: list[dict[str, Any]]) -> Failure:
+        """Return the earliest failure that ranks recorded and that is no consequence of another."""
+        own = [r for r in records if not r["peer_lost"]]
+        return self._error(min(own or records, key=lambda r: r["time"]))
 
     def _death(self, ended: Ended, step: int) -> Failure:
         """Return the failure of a rank that left no record, while its peers made `step`."""

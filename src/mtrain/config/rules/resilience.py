@@ -10,6 +10,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Code
 
 RESTARTS = "resilience.restarts"
+IN_PROCESS = "resilience.in_process"
 REPLICA_CHECK = "resilience.replica_check_interval"
 
 
@@ -33,6 +34,20 @@ def restarts_under_launchers(run: RunConfig) -> Iterator[Finding]:
         detail = f"{kind} with a task for each of {ranks} ranks"
     if detail:
         yield Finding("MT437", RESTARTS, detail, [{RESTARTS: 0}])
+
+
+@rule(
+    Code("MT370", example=f"{IN_PROCESS}=true {RESTARTS}=2 trainer.cuda_graph_impl=local"),
+    reads=f"{IN_PROCESS} trainer.cuda_graph_impl",
+)
+def graphs_in_process(run: RunConfig) -> Iterator[Finding]:
+    """Cannot restart within the processes because captured graphs keep the memory and the
+    communicators that they were recorded with.
+    """
+    graphs = run.trainer.cuda_graph_impl
+    if run.resilience.in_process and graphs != "none":
+        fixes = [{IN_PROCESS: False}, {"trainer.cuda_graph_impl": "none"}]
+        yield Finding("MT370", IN_PROCESS, f"trainer.cuda_graph_impl={graphs}", fixes)
 
 
 @rule(
