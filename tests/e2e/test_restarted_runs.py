@@ -374,7 +374,7 @@ def begun(run: Path) -> list[int]:
     return [line["process"] for line in lines if line["kind"] == "begin"]
 
 
-def test_restart_in_process_ends_bitwise_like_undisturbed(
+def test_restarted_in_process_ends_bitwise_like_undisturbed(
     undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     words = [*RUN, IN_PROCESS, "--restarts", "2", "--inject", "raise@4:1,raise@6:0"]
@@ -424,7 +424,7 @@ def _counting_ranks() -> None:
     ],
     ids=["tp2", "dp2", "tp2pp2", "ep2"],
 )
-def test_restart_in_process_twenty_times_leaks_nothing(
+def test_restarted_in_process_twenty_times_leaks_nothing(
     layout: str, ranks: int, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     times = 20
@@ -459,7 +459,7 @@ def test_restart_in_process_twenty_times_leaks_nothing(
 
 
 @pytest.mark.full
-def test_restart_in_process_commits_what_is_staged(
+def test_restarted_in_process_commits_what_is_staged(
     undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     def slow() -> None:
@@ -476,7 +476,7 @@ def test_restart_in_process_commits_what_is_staged(
 
 
 @pytest.mark.full
-def test_restart_in_process_hands_a_dead_rank_to_launcher(
+def test_restarted_in_process_hands_a_dead_rank_to_launcher(
     undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     words = [*RUN, IN_PROCESS, "--restarts", "3"]
@@ -509,7 +509,7 @@ def test_restart_in_process_hands_a_dead_rank_to_launcher(
     ],
     ids=["futile", "used"],
 )
-def test_restart_in_process_ends_at_the_same_limits(
+def test_restarted_in_process_ends_at_the_same_limits(
     given: str, faults: str, why: str, tmp_path: Path
 ) -> None:
     done = mtrain(*RUN, IN_PROCESS, "--restarts", given, "--inject", faults, cwd=tmp_path)
@@ -522,7 +522,7 @@ def test_restart_in_process_ends_at_the_same_limits(
 
 
 @pytest.mark.full
-def test_restart_in_process_never_after_environment_fault(tmp_path: Path) -> None:
+def test_restarted_in_process_never_after_environment_fault(tmp_path: Path) -> None:
     words = [*RUN, IN_PROCESS, "--restarts", "9", "--inject", "oom@2:1"]
     done = mtrain(*words, cwd=tmp_path)
     assert done.returncode == 3, done.stderr

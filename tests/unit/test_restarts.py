@@ -139,7 +139,7 @@ def test_restarts_count_those_of_another_process(attempts: Callable[..., Attempt
     ranks.prepare(failure("the cause", 5, rank=1), memory)
     assert ranks.said == [  # type: ignore[attr-defined]
         "restart 1 of 3: the cause (step 5); continuing from the beginning, 4 steps lost, in the"
-        " same processes (memory of rank 0: 3.0 GiB, now 2.0 GiB); 2 modules or parameters could"
+        " same processes (memory of rank 0: 3.0 GiB, now 2.0 GiB); 2 objects of the model could"
         " not be released"
     ]
     noted = json.loads((ranks.home / RESTARTS).read_text())

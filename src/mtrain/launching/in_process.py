@@ -14,16 +14,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from torch.distributed import PrefixStore, Store
 
 from mtrain import startup, strict_json
 from mtrain.ckpt import hashes
 from mtrain.config.schema.run import RunConfig
-from mtrain.devices import registry
-from mtrain.devices.base import Device
 from mtrain.errors import MtrainError, Preempted, say_page
 from mtrain.goodput import log
 from mtrain.launching.restart import ADVICE, Attempts, Memory, step_in
@@ -36,8 +33,15 @@ from mtrain.world.init import GROUP_SLACK_S
 from mtrain.world.rank_env import End, RankEnv
 from mtrain.world.stacks import ERRORS
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from mtrain.devices.base import Device
+
 PAUSE_S = 0.01
 """The pause between two questions to the store."""
+FAREWELL_S = 2.0
+"""How long the rank that serves the store stays, so that the others can read that all end."""
 
 
 def train_with_restarts(
@@ -79,6 +83,8 @@ def _attempt(
     """Train once; return None at the end of the run, and else the record of the failure, with all
     released.
     """
+    from mtrain.devices import registry
+
     device = registry.get(run.cluster.device)
     try:
         train(run, lambda world: paths, end, stop)
@@ -125,6 +131,8 @@ def _agreed(
     number: int,
 ) -> dict[str, Any] | None:
     """Return the decision of rank 0 about a failure; None: the processes end."""
+    from torch.distributed import PrefixStore
+
     launch = join.store_of_launch()
     assert launch is not None
     store = PrefixStore(f"mtrain/restart/{number}", launch)
@@ -139,6 +147,11 @@ def _agreed(
             store.set("decision", strict_json.dumps(_decision(attempts, bodies)))
         if _await(store, ["decision"], stop, deadline):
             decided: dict[str, Any] | None = json.loads(store.get("decision"))
+            if store.add("read", 1) == here.size:
+                store.set("all read", "1")
+            if decided is None and here.serves:
+                # The others lose the store with this process, which may end first.
+                _await(store, ["all read"], stop, min(deadline, time.monotonic() + FAREWELL_S))
             return decided
     return None
 

@@ -30,6 +30,7 @@ from mtrain.launching.jobs import Job, path_text
 from mtrain.launching.restart import Attempts
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import may_fork, run_ranks, without_launcher
+from mtrain.launching.supervise import Supervisor
 from mtrain.launching.warming import Warming
 from mtrain.train.generate.request import Questions, Request, Texts, Written
 from mtrain.world import launchers
@@ -101,7 +102,14 @@ def _launched(
             partial(_say_after_ranks, run),
             injected,
         )
-        attempts.train(environment_of(run, owned.folder))
+        environment = environment_of(run, owned.folder)
+
+        def start(supervisor: Supervisor, known: int) -> None:
+            places = (attempts.checkpoint, attempts.weights)
+            job = jobs.train_job(attempts.run, *places, attempts.injected, known)
+            run_ranks(attempts.run, attempts.home, job, environment, supervisor)
+
+        attempts.train(start)
     return owned.folder
 
 

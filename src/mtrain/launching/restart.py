@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -25,8 +25,7 @@ from mtrain.ckpt import local as ckpt_local
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
-from mtrain.launching import jobs, resume
-from mtrain.launching.start import run_ranks
+from mtrain.launching import resume
 from mtrain.launching.supervise import Failure, Supervisor
 from mtrain.plan.compare import METRICS
 from mtrain.units import bytes_, number_of
@@ -60,7 +59,7 @@ class Memory:
         most = max(range(len(self.bytes_after)), key=self.bytes_after.__getitem__)
         sizes = [bytes_(sizes[most]) for sizes in (self.bytes_before, self.bytes_after)]
         kept = sum(self.survivors)
-        more = f"; {number_of(kept, 'module or parameter')} could not be released" if kept else ""
+        more = f"; {number_of(kept, 'object')} of the model could not be released" if kept else ""
         return f", in the same processes (memory of rank {most}: {sizes[0]}, now {sizes[1]}){more}"
 
 
@@ -85,8 +84,11 @@ class Attempts:
     seen: int = 0
     """Bytes of `RESTARTS` whose restarts are counted here."""
 
-    def train(self, environment: Mapping[str, str]) -> None:
+    def train(self, start: Callable[[Supervisor, int], None]) -> None:
         """Train to the end, with as many restarts as `resilience` allows.
+
+        `start` trains once, under a supervisor; its number is the size of `RESTARTS` at the
+        beginning.
 
         Raises:
             MtrainError: the first error since the last new step, if no restart is left or would
@@ -100,10 +102,8 @@ class Attempts:
         self.seen = known
         while True:
             supervisor = Supervisor(errors, ADVICE)
-            places = (self.checkpoint, self.weights)
-            job = jobs.train_job(self.run, *places, self.injected, known)
             try:
-                run_ranks(self.run, self.home, job, environment, supervisor)
+                start(supervisor, known)
                 return
             except MtrainError as error:
                 failure = supervisor.failure

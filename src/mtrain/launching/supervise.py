@@ -200,7 +200,9 @@ class Supervisor:
             silent = [e for e in failed if records[e.rank] is None]
             silent.sort(key=lambda e: e.signal == signal.SIGABRT)
             if silent and not (silent[0].signal == signal.SIGABRT and own):
-                steps = [r["step"] for r in records.values() if r]
+                # Also those of ranks that are alive, and wait to restart within their processes.
+                left = [json.loads(file.read_text()) for file in self.errors.glob("rank_*.json")]
+                steps = [r["step"] for r in left]
                 return self._death(silent[0], max(steps, default=0))
         return self.first_of([r for r in records.values() if r])
 

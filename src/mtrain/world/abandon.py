@@ -106,11 +106,7 @@ def release(device: Device) -> int:
     return how many of the tracked objects something still refers to.
     """
     global _store
-    for chunk in [thing for ref in _tracked if isinstance(thing := ref(), torch.nn.Module)]:
-        # Layers of experts keep tensors of a step. The collector cannot follow their graph to the
-        # gradients' hooks, which refer to the model again.
-        for module in list(chunk.modules()):
-            vars(module).clear()
+    _take_apart()
     gc.collect()  # collectives under way belong to tensors of the step
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -125,6 +121,17 @@ def release(device: Device) -> int:
     _store = None
     _over.clear()
     return alive
+
+
+def _take_apart() -> None:
+    """Empty the tracked modules.
+
+    Layers of experts keep tensors of a step. The collector cannot follow the graph of these to the
+    hooks of gradients, which refer to the model again.
+    """
+    for chunk in [thing for ref in _tracked if isinstance(thing := ref(), torch.nn.Module)]:
+        for module in list(chunk.modules()):
+            vars(module).clear()
 
 
 def _reset_megatron() -> None:

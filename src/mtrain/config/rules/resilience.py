@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from mtrain.config.rules.finding import DP, Finding
 from mtrain.config.rules.rule import rule
@@ -46,8 +47,9 @@ def graphs_in_process(run: RunConfig) -> Iterator[Finding]:
     """
     graphs = run.trainer.cuda_graph_impl
     if run.resilience.in_process and graphs != "none":
-        fixes = [{IN_PROCESS: False}, {"trainer.cuda_graph_impl": "none"}]
-        yield Finding("MT370", IN_PROCESS, f"trainer.cuda_graph_impl={graphs}", fixes)
+        detail = f"trainer.cuda_graph_impl={graphs}"
+        off: dict[str, Any] = {"trainer.cuda_graph_impl": "none"}
+        yield Finding("MT370", IN_PROCESS, detail, [{IN_PROCESS: False}, off])
 
 
 @rule(
