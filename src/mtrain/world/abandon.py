@@ -113,9 +113,10 @@ def release(device: Device) -> int:
     _reset_megatron()
     gc.collect()
     device.namespace.empty_cache()
-    if sys.platform == "linux":
-        # The allocator of the C library keeps freed memory, and the next model would add to it.
-        ctypes.CDLL(None).malloc_trim(0)
+    # The allocator of the C library keeps freed memory, and the next model would add to it.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
     alive = sum(ref() is not None for ref in _tracked)
     _tracked.clear()
     _store = None
