@@ -27,6 +27,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
 from mtrain.launching import resume
 from mtrain.launching.supervise import Failure, Supervisor
+from mtrain.launching.worker import record_name
 from mtrain.plan.compare import METRICS
 from mtrain.units import bytes_, number_of
 from mtrain.world import faults
@@ -164,9 +165,14 @@ class Attempts:
             if reached > self.furthest:
                 self.futile.clear()
             self.furthest = max(self.furthest, reached)
-            error = TrainingError(line["error"])
+            text = line["error"]
+            name = record_name(line["rank"])
+            # where `_refuse` expects it; a rank that was killed left none
+            recorded = (self.home / line["records"] / name).is_file()
+            details = f"; details in {self.home / ERRORS / name}" if recorded else ""
+            error = TrainingError(f"{text}{details}")
             self.futile.append(
-                Failure(line["rank"], line["kind"], line["error"], error, line["step"], True)
+                Failure(line["rank"], line["kind"], text, error, line["step"], restart_helps=True)
             )
             ago = datetime.now(UTC) - datetime.fromisoformat(line["time"])
             self.times.append(self.clock() - ago.total_seconds())
