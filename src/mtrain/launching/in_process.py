@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 PAUSE_S = 0.01
 """The pause between two questions to the store."""
 FAREWELL_S = 2.0
-"""How long the rank that serves the store stays, so that the others can read that all end."""
+"""Seconds that the rank which serves the store stays, so that the others read that all end."""
 
 
 def train_with_restarts(
