@@ -53,6 +53,17 @@ def graphs_in_process(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
+    Code("MT371", example=f"{IN_PROCESS}=true {RESTARTS}=2 parallel=dp2 cluster.nodes=2"),
+    reads=f"{IN_PROCESS} cluster.nodes parallel.ranks",
+)
+def machines_in_process(run: RunConfig) -> Iterator[Finding]:
+    """Cannot restart within the processes because ranks of several machines would have to agree."""
+    machines = min(run.cluster.nodes, run.parallel.ranks)
+    if run.resilience.in_process and machines > 1:
+        yield Finding("MT371", IN_PROCESS, f"{machines} machines", [{IN_PROCESS: False}])
+
+
+@rule(
     Code("MT469", example=f"{REPLICA_CHECK}=10 parallel=single"),
     reads=f"{REPLICA_CHECK} parallel.fsdp {DP}",
 )
