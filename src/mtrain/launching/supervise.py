@@ -255,10 +255,16 @@ class Supervisor:
             silent = [e for e in failed if records[e.rank] is None]
             silent.sort(key=lambda e: e.signal == signal.SIGABRT)
             if silent and not (silent[0].signal == signal.SIGABRT and own):
-                steps = [r["step"] for r in records.values() if r]
+                # Also those of ranks that are alive, and wait to restart within their processes.
+                left = [json.loads(file.read_text()) for file in self.errors.glob("rank_*.json")]
+                steps = [r["step"] for r in left]
                 return self._death(silent[0], max(steps, default=0))
-        cause = min(own or [r for r in records.values() if r], key=lambda r: r["time"])
-        return self._error(cause)
+        return self.first_of([r for r in records.values() if r])
+
+    def first_of(self, records: list[dict[str, Any]]) -> Failure:
+        """Return the earliest failure that ranks recorded and that is no consequence of another."""
+        own = [r for r in records if not r["peer_lost"]]
+        return self._error(min(own or records, key=lambda r: r["time"]))
 
     def _death(self, ended: Ended, step: int) -> Failure:
         """Return the failure of a rank that left no record, while its peers made `step`."""

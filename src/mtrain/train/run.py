@@ -47,6 +47,7 @@ from mtrain.train.loop.interruptions import StopRequest
 from mtrain.train.loop.trainer import Trainer
 from mtrain.train.suspects.rerun import Suspects
 from mtrain.world import faults
+from mtrain.world.abandon import track
 from mtrain.world.init import World, joined
 from mtrain.world.rank_env import End
 from mtrain.world.stacks import ERRORS
@@ -67,10 +68,16 @@ class Paths:
     """`kernels.cpu_matmul`, if it is decided together with the paths."""
 
 
-def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
+def train(
+    run: RunConfig,
+    locate: Callable[[World], Paths],
+    end: End,
+    stop: StopRequest | None = None,
+) -> bool:
     """Train on this rank: join the others, assemble, resume, fit, and show the result.
 
-    `locate` returns the paths, the same on every rank; `end` ends this process where it hangs.
+    `locate` returns the paths, the same on every rank; `end` ends this process where it hangs;
+    `stop` are the requests to stop so far.
 
     Returns:
         Whether the ranks ended together. Otherwise only the text sample failed, and the process has
@@ -80,7 +87,7 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
         MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
     """
     startup.mark(startup.LIBRARIES)
-    stop = StopRequest()
+    stop = stop or StopRequest()
     stop.listen(run.trainer.stop_signals)
     # before any device is initialised, and early: it starts while this rank joins the others
     writer = writer_of(run)
@@ -98,6 +105,9 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                 errors = paths.folder / ERRORS
                 with watching(run, world, errors, end):
                     context = assemble(run, world, splits)
+                    if run.resilience.in_process:
+                        track(context.state.chunks)
+                        track(p for chunk in context.state.chunks for p in chunk.parameters())
                     context.stop = stop
                     context.meter = meter
                     if run.resilience.rerun != "off":
@@ -113,6 +123,9 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                     trainer.hooks.call("after_run", context)
     except RanksApart:
         return False
+    finally:
+        if writer is not None:
+            writer.kill()  # a failure before there was a hook that ends it
     return True
 
 

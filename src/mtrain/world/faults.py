@@ -132,10 +132,15 @@ def parse(text: str) -> tuple[Fault, ...]:
     Raises:
         ValueError: names the part that is no fault.
     """
-    return tuple(map(_parsed, text.split(",")))
+    return tuple(map(parsed, text.split(",")))
 
 
-def _parsed(text: str) -> Fault:
+def parsed(text: str) -> Fault:
+    """Return the fault of a text such as `kill@5:1`.
+
+    Raises:
+        ValueError: it is no fault.
+    """
     found = FORM.fullmatch(text)
     if found is None or found[2] not in KINDS or not int(found[3]):
         raise ValueError(f"{text} is no fault; faults are {', '.join(KINDS)}, at steps from 1")
@@ -152,7 +157,7 @@ _armed: list[Fault] = []
 
 def arm(texts: Iterable[str], rank: int) -> None:
     """Have this process, of `rank`, do its faults among those that `str` of them describes."""
-    _armed[:] = (fault for fault in map(_parsed, texts) if fault.rank == rank)
+    _armed[:] = (fault for fault in map(parsed, texts) if fault.rank == rank)
 
 
 def armed() -> bool:

@@ -25,6 +25,7 @@ from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError, say_page
 from mtrain.world import fingerprints, stacks, stall
+from mtrain.world.abandon import FAILED, WATCH, abandon
 from mtrain.world.fingerprints import Fingerprint, Memory, Ring
 from mtrain.world.heartbeat import heartbeat, noting_waits
 from mtrain.world.init import World
@@ -84,6 +85,8 @@ class Watchdog:
         # A rank counts as silent only after silent_s, so comparing begins that much before the
         # report.
         self.alert_s = max(2 * self.tick_s, self.soft_s - self.silent_s - 2 * self.tick_s)
+        self.wakes = run.resilience.in_process
+        """True if a failure of another rank ends what this one waits for."""
         self.idle_s = 0.0
         """Time since this rank made progress."""
         self.reported = False
@@ -244,9 +247,12 @@ class Wire:
             RuntimeError
         ):  # torch's error for a lost store; the clock notices the silence
             # A call on this connection may block for ever, so no other thread shares it.
-            store = PrefixStore("watch", self.world.store.clone())  # type: ignore[attr-defined]
+            store = PrefixStore(WATCH, self.world.store.clone())  # type: ignore[attr-defined]
             while not self.watchdog.over.wait(self.watchdog.tick_s):
                 self._publish(store)
+                over = self.watchdog.wakes and store.check([FAILED])
+                if over and not self.watchdog.over.is_set():
+                    abandon(first=False)
                 if self.watchdog.idle_s >= self.watchdog.alert_s:
                     self._look(store)
                 elif self.stall is not None:

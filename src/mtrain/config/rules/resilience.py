@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from mtrain.config.machine.devices import facts_of
 from mtrain.config.rules.finding import DP, Finding
@@ -11,6 +12,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import Code
 
 RESTARTS = "resilience.restarts"
+IN_PROCESS = "resilience.in_process"
 REPLICA_CHECK = "resilience.replica_check_interval"
 RERUN = "resilience.rerun"
 STRAGGLERS = "resilience.straggler_interval"
@@ -33,6 +35,32 @@ def restarts_under_launchers(run: RunConfig) -> Iterator[Finding]:
         detail = f"{kind} with a task for each of {ranks} ranks"
     if detail:
         yield Finding("MT437", RESTARTS, detail, [{RESTARTS: 0}])
+
+
+@rule(
+    Code("MT370", example=f"{IN_PROCESS}=true {RESTARTS}=2 trainer.cuda_graph_impl=local"),
+    reads=f"{IN_PROCESS} trainer.cuda_graph_impl",
+)
+def graphs_in_process(run: RunConfig) -> Iterator[Finding]:
+    """Cannot restart within the processes because captured graphs keep the memory and the
+    communicators that they were recorded with.
+    """
+    graphs = run.trainer.cuda_graph_impl
+    if run.resilience.in_process and graphs != "none":
+        detail = f"trainer.cuda_graph_impl={graphs}"
+        off: dict[str, Any] = {"trainer.cuda_graph_impl": "none"}
+        yield Finding("MT370", IN_PROCESS, detail, [{IN_PROCESS: False}, off])
+
+
+@rule(
+    Code("MT371", example=f"{IN_PROCESS}=true {RESTARTS}=2 parallel=dp2 cluster.nodes=2"),
+    reads=f"{IN_PROCESS} cluster.nodes parallel.ranks",
+)
+def machines_in_process(run: RunConfig) -> Iterator[Finding]:
+    """Cannot restart within the processes because ranks of several machines would have to agree."""
+    machines = min(run.cluster.nodes, run.parallel.ranks)
+    if run.resilience.in_process and machines > 1:
+        yield Finding("MT371", IN_PROCESS, f"{machines} machines", [{IN_PROCESS: False}])
 
 
 @rule(

@@ -24,6 +24,12 @@ class ResilienceConfig(Section):
     """Minutes over which `restarts` is counted: a run ends if it would restart more often within
     any such period. null: from the start of the run.
     """
+    in_process: Annotated[bool, Key(when="resilience.restarts>0")] = False
+    """Experimental. True: where all processes are alive after a failure, the same processes release
+    everything and continue from the newest checkpoint; a save that is staged in memory on every
+    rank is committed before. `restarts` and `restart_window` count these restarts too. If a process
+    has died or does not answer, all of them start again.
+    """
     replica_check_interval: PositiveInt | None = None
     """Steps between two comparisons of the weights of data-parallel replicas, by a checksum of each
     tensor, after backward and before the update. If they differ, the run names the rank, its
