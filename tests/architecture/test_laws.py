@@ -33,6 +33,7 @@ LAYERS = {
     "clusters": 2,
     "recipes": 2,
     "models": 2,
+    "events": 3,
     "goodput": 3,
     "plan": 3,
     "devices": 4,
