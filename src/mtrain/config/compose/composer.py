@@ -24,7 +24,7 @@ from mtrain.config.compose.overrides import Overrides, read_overrides
 from mtrain.config.compose.paths import folders, user_path
 from mtrain.config.compose.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.compose.replaced import Replaced, brought, entries_of, layer
-from mtrain.config.compose.write_paths import KEYS, foreign_launcher, strays
+from mtrain.config.compose.write_paths import HOOKS, KEYS, foreign_hooks, foreign_launcher, strays
 from mtrain.config.compose.yaml_reader import Document, filled, load
 from mtrain.config.disk.files import read_text
 from mtrain.config.messages.keys import is_under_a_value
@@ -477,6 +477,9 @@ class _Composition:
         files = self.library.sources()
         said = {key: origins.of(key) for key in KEYS if origins.of(key).rpartition(":")[0] in files}
         found = strays(run, said, user_path(self.overrides.run) if self.overrides.run else None)
+        # The file of a run has the hooks that a command line named once.
+        if not self.overrides.run:
+            found += foreign_hooks(run, origins.of(HOOKS), files)
         return [*found, *foreign_launcher(run, origins.of, self._launcher_file, self.sources)]
 
     def _launcher_file(self, source: str) -> bool:

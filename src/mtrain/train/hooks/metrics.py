@@ -85,6 +85,8 @@ class Metrics(Hook):
         for body in restarts[_recorded(before) :]:
             self.writer.put(log.RESTART, body["step"], facts=body)
         errors.listeners.append(self._warned)
+        # Sinks need the first line: it tells which steps of earlier attempts are made again.
+        self.writer.settle(GRACE_S)
 
     def log(self, context: TrainContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a line, unless a resumed run has this evaluation already."""
