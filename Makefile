@@ -52,6 +52,7 @@ LAUNCH_TEST := kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 kubeflow-
 # The libraries of sinks (1 GB with their own dependencies), behind the installed packages: tests/unit/test_sink_libraries.py
 .sinks: | $(STAMP)
 	$(BIN)/python -m pip install -q --upgrade --target $@ tensorboard==2.21.0 wandb==0.31.0 mlflow==3.17.2 \
+	  swanlab==0.10.3 trackio==0.43.0 \
 	  prometheus-client==0.26.0 opentelemetry-sdk==1.45.2 opentelemetry-exporter-otlp-proto-http==1.45.2
 
 # megatron-core's newest release that is supported lies in a folder of its own, in front of the installed one

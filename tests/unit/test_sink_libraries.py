@@ -113,6 +113,39 @@ def test_sink_wandb_offline_has_each_step_once(tmp_path: Path) -> None:
     assert [row[::2] for row in found[1] if row[2] is not None] == list(EVALUATIONS.items())
 
 
+def test_sink_swanlab_offline_has_each_step_once(tmp_path: Path) -> None:
+    run_through(tmp_path, "swanlab", SWANLAB_MODE="offline")
+    found = read_back(
+        tmp_path,
+        "import glob\n"
+        "from swanlab.proto.swanlab.record.v1.record_pb2 import Record\n"
+        "from swanlab.sdk.internal.core_python.store import DataStoreReader\n"
+        "found = []\n"
+        "for file in sorted(glob.glob('run/swanlog/*/*.swanlab')):\n"
+        "    reader = DataStoreReader()\n"
+        "    reader.open(file)\n"
+        "    found += [Record.FromString(data).scalar for data in reader]\n"
+        "print([[(s.step, s.value.number) for s in found if s.key == key]"
+        " for key in ('lm loss', 'lm loss validation')])",
+    )
+    assert found == [list(LOSSES.items()), list(EVALUATIONS.items())]
+
+
+def test_sink_trackio_has_each_step_once(tmp_path: Path) -> None:
+    place = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    run_through(tmp_path, "trackio", **place)
+    found = read_back(
+        tmp_path,
+        f"os.environ |= {place!r}\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
+        "(name,) = SQLiteStorage.get_runs('mtrain')\n"
+        "logs = SQLiteStorage.get_logs('mtrain', name)\n"
+        "print([[(log['step'], log[key]) for log in logs if key in log]"
+        " for key in ('lm loss', 'lm loss validation')])",
+    )
+    assert found == [list(LOSSES.items()), list(EVALUATIONS.items())]
+
+
 @pytest.mark.parametrize("place", ["sqlite:///mlflow.db", "./files"])
 def test_sink_mlflow_has_each_step_once(place: str, tmp_path: Path) -> None:
     allowed = {"MLFLOW_TRACKING_URI": place, "MLFLOW_ALLOW_FILE_STORE": "true"}

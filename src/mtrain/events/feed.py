@@ -132,7 +132,8 @@ class Feed:
             sink = self.kind(Session(self.run, self.home, id_of(self.home), self.mark.step))
             known = sink.open()
             self.sink = sink
-            self.mark.step = max(self.mark.step, known or 0)
+            if known is not None:
+                self._agree(known)
         while True:
             ahead = copy(self.mark)
             ahead.place = copy(self.mark.place)
@@ -145,6 +146,14 @@ class Feed:
                 ahead.write(self.file)
             if not found:
                 return
+
+    def _agree(self, known: int) -> None:
+        """Go on after the last step that the place has, which may be before or behind the mark."""
+        if known < self.mark.step:
+            # What the place lost is in the stream, somewhere before.
+            self.mark.place = Place()
+            self.mark.evaluation = min(self.mark.evaluation, known)
+        self.mark.step = known
 
     def _failed(self, error: Exception) -> None:
         self._close()

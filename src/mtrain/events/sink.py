@@ -76,10 +76,11 @@ class Sink:
         self.session = session
 
     def open(self) -> int | None:
-        """Connect, and return the last step that the place has; None: it cannot tell.
+        """Connect, and return the last step that the place has, 0 if it has none; None: it cannot
+        tell.
 
-        It may have more than `session.step`: a process can be killed after it has sent a step and
-        before it has noted that.
+        The place may have more than `session.step` or less: a process can be killed after it has
+        sent a step and before it has noted that, or while a library still holds what it was given.
         """
         return None
 

@@ -55,6 +55,8 @@ SINK_MODULES = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy"),
     "prometheus": ("prometheus_client",),
+    "swanlab": ("swanlab",),
+    "trackio": ("trackio",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 # Entry points of losses (`mtrain.train.objectives.Objective`), which `trainer.objective` names.

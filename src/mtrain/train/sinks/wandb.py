@@ -44,7 +44,7 @@ class Wandb(Sink):
         self.run.define_metric("*", step_metric=AXIS)
         # Offline there is no server to ask.
         last = self.run.summary.get(AXIS) if self.run.resumed else None
-        return None if last is None else int(last)
+        return int(last) if isinstance(last, int | float) else None
 
     def send(self, events: Sequence[Event]) -> None:
         """Log rows."""
