@@ -10,7 +10,7 @@ from tests.support.launched import Launched
 
 RUN = (
     *SMALL,
-    "parallel=single",
+    "parallel=tp2",
     "trainer.train_iters=4",
     "checkpoint.save_interval=2",
     "optim.warmup_iters=1",

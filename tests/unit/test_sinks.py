@@ -25,7 +25,7 @@ RUN = tiny_run()
 
 
 class Kept(Sink):
-    """A sink that keeps steps, and fails where it is told to."""
+    """A sink that keeps steps, and fails `failures` times."""
 
     steps: list[int]
     ids: list[str]

@@ -40,8 +40,8 @@ class LogConfig(Section):
         default=(), strict=False
     )
     """Places that rank 0 sends the numbers of steps and evaluations to: tensorboard, wandb, mlflow,
-    swanlab, trackio, prometheus, otel. Each needs the package's extra of its name. Installed packages publish others
-    under the entry point group `mtrain.sinks`.
+    swanlab, trackio, prometheus, otel. Each needs the package's extra of its name. Installed
+    packages publish others under the entry point group `mtrain.sinks`.
     """
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
     """The port on 127.0.0.1 at which the sink prometheus answers."""

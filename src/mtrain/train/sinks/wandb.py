@@ -6,8 +6,10 @@ The library finds its key, its server and its mode in its own variables and file
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from mtrain.events.read import Event
@@ -15,6 +17,10 @@ from mtrain.events.sink import Sink, seconds_of, usual
 
 PROJECT = "mtrain"
 AXIS = "iteration"
+BLOCK = 1 << 15
+HEADER = 7
+ENDS = (1, 4)
+"""Kinds of parts that end a record: a whole one, and the last one of several."""
 
 
 class Wandb(Sink):
@@ -27,10 +33,14 @@ class Wandb(Sink):
     run: Any = None
 
     def open(self) -> int | None:
-        """Begin a run, or go on with it; return the last step that the server has."""
+        """Begin a run, or go on with it; return the last step that the server, or offline the run
+        folder, has: the library's process ends with this one, and loses what it has not written.
+        """
         import wandb
 
         session = self.session
+        written = (session.folder / "wandb").glob("offline-run-*/*.wandb")
+        last = max((last_step(file) for file in written), default=0)
         quiet = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -42,9 +52,10 @@ class Wandb(Sink):
             settings=quiet,
         )
         self.run.define_metric("*", step_metric=AXIS)
-        # Offline there is no server to ask.
-        last = self.run.summary.get(AXIS) if self.run.resumed else None
-        return int(last) if isinstance(last, int | float) else None
+        if self.run.offline:
+            return last
+        known = self.run.summary.get(AXIS) if self.run.resumed else 0
+        return int(known) if isinstance(known, int | float) else None
 
     def send(self, events: Sequence[Event]) -> None:
         """Log rows."""
@@ -57,6 +68,41 @@ class Wandb(Sink):
         """Finish the run: waits until the server has everything."""
         if self.run is not None:
             self.run.finish()
+
+
+def last_step(file: Path) -> int:
+    """Return the last step that an offline run's file has; 0: none."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    last = 0
+    for data in records(file.read_bytes()):
+        for item in Record.FromString(data).history.item:
+            if AXIS in (item.key, *item.nested_key):
+                last = max(last, int(json.loads(item.value_json)))
+    return last
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Yield the whole records of a file of the library, which is a log as LevelDB writes it: blocks
+    of 32 KiB with parts, each behind a checksum, its size and its kind.
+    """
+    at = HEADER
+    parts = b""
+    while at + HEADER <= len(data):
+        room = BLOCK - at % BLOCK
+        if room < HEADER:
+            at += room
+            continue
+        size = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
+        part = data[at + HEADER : at + HEADER + size]
+        if len(part) < size:
+            return
+        at += HEADER + size
+        parts += part
+        if kind in ENDS:
+            yield parts
+            parts = b""
 
 
 SINK = Wandb
