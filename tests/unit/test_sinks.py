@@ -101,6 +101,17 @@ def test_sinks_steps_known_to_the_place_are_not_repeated(
     assert Kept.steps == [4, 5]
 
 
+def test_sinks_steps_lost_by_the_place_are_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt(tmp_path, 0, 4, Kept)
+    # killed while a library still held steps 3 and 4
+    del Kept.steps[2:]
+    monkeypatch.setattr(Kept, "known", 2)
+    attempt(tmp_path, 4, 6, Kept)
+    assert Kept.steps == [1, 2, 3, 4, 5, 6]
+
+
 def test_sinks_failing_one_warns_once_and_gets_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
