@@ -98,8 +98,9 @@ def numbers(event: Event) -> dict[str, float]:
     values: Mapping[str, object] = event.get("values", {})
     if event["kind"] not in (STEP, EVALUATION):
         return {}
-    # A bool, such as `skipped`, becomes 0 or 1.
-    return {name: float(v) for name, v in values.items() if isinstance(v, int | float)}
+    # A line says `skipped` only of steps that were; a gauge would stay at 1.
+    found = {"skipped": 0.0} if event["kind"] == STEP else {}
+    return found | {n: float(v) for n, v in values.items() if isinstance(v, int | float)}
 
 
 def usual(event: Event) -> dict[str, float]:
