@@ -122,6 +122,8 @@ def test_sink_swanlab_offline_has_each_step_once(tmp_path: Path) -> None:
         "from swanlab.sdk.internal.core_python.store import DataStoreReader\n"
         "found = []\n"
         "for file in sorted(glob.glob('run/swanlog/*/*.swanlab')):\n"
+        "    if not os.path.getsize(file):\n"
+        "        continue  # of a killed process\n"
         "    reader = DataStoreReader()\n"
         "    reader.open(file)\n"
         "    found += [Record.FromString(data).scalar for data in reader]\n"

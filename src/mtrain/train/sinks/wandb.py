@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mtrain.events.leveldb import records
 from mtrain.events.read import Event
 from mtrain.events.sink import Sink, seconds_of, usual
 
 PROJECT = "mtrain"
 AXIS = "iteration"
-BLOCK = 1 << 15
-HEADER = 7
-ENDS = (1, 4)
-"""Kinds of parts that end a record: a whole one, and the last one of several."""
 
 
 class Wandb(Sink):
@@ -80,29 +77,6 @@ def last_step(file: Path) -> int:
             if AXIS in (item.key, *item.nested_key):
                 last = max(last, int(json.loads(item.value_json)))
     return last
-
-
-def records(data: bytes) -> Iterator[bytes]:
-    """Yield the whole records of a file of the library, which is a log as LevelDB writes it: blocks
-    of 32 KiB with parts, each behind a checksum, its size and its kind.
-    """
-    at = HEADER
-    parts = b""
-    while at + HEADER <= len(data):
-        room = BLOCK - at % BLOCK
-        if room < HEADER:
-            at += room
-            continue
-        size = int.from_bytes(data[at + 4 : at + 6], "little")
-        kind = data[at + 6]
-        part = data[at + HEADER : at + HEADER + size]
-        if len(part) < size:
-            return
-        at += HEADER + size
-        parts += part
-        if kind in ENDS:
-            yield parts
-            parts = b""
 
 
 SINK = Wandb
