@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -161,8 +161,14 @@ def say(*lines: str, error: bool = False) -> None:
     _put("\n".join(map(visible, lines)), sys.stderr if error else sys.stdout)
 
 
+listeners: list[Callable[[str], None]] = []
+"""Functions that get the text of each warning of this process, in any of its threads."""
+
+
 def warn(text: str) -> None:
     """Print a warning; if it cannot be printed, ignore that, since no warning ends a run."""
+    for hear in tuple(listeners):
+        hear(text)
     with suppress(OSError, ValueError):
         say(f"warning: {text}", error=True)
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from mtrain.events.read import events
 from tests.faults.promises import Record, differing, measured
 from tests.support import faulty_writer
 from tests.support.commands import SMALL, metrics, wait_for
@@ -110,6 +111,11 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     assert found == undisturbed
     life = json.loads((tmp_path / "runs/run/goodput.json").read_text())
     assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "finished"]
+    found = list(events(tmp_path / "runs/run"))
+    assert [event["step"] for event in found if event["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    (again,) = [event["facts"] for event in found if event["kind"] == "restart"]
+    assert again == noted
+    assert found[-1] | {"how": "finished", "step": STEPS} == found[-1]
     known = "no progress" if fault.startswith(HANGS) else FAULTS[fault]
     assert known in life["attempts"][0]["why"]
     down_s = life["seconds"]["down"]

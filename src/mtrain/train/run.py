@@ -39,6 +39,7 @@ from mtrain.train.hooks.profile import Profile
 from mtrain.train.hooks.progress import Progress
 from mtrain.train.hooks.replicas import Replicas
 from mtrain.train.hooks.sample import RanksApart, Sample, end_after_run
+from mtrain.train.hooks.sinks import Sinks
 from mtrain.train.hooks.startup import Startup
 from mtrain.train.hooks.stragglers import Stragglers
 from mtrain.train.hooks.tokenizer import KeepTokenizer
@@ -171,6 +172,8 @@ def run_hooks(
         Sample(splits, checkpoints, paths.checkpoint, progress),
         *optional.enabled(run, folder),
     ]
+    if run.log.sinks:
+        hooks.append(Sinks(run, folder))
     if run.resilience.replica_check_interval is not None:
         hooks.append(Replicas(run.resilience.replica_check_interval))
     if run.resilience.straggler_interval is not None:
