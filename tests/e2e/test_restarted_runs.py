@@ -111,11 +111,10 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     assert found == undisturbed
     life = json.loads((tmp_path / "runs/run/goodput.json").read_text())
     assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "finished"]
-    found = list(events(tmp_path / "runs/run"))
-    assert [event["step"] for event in found if event["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
-    (again,) = [event["facts"] for event in found if event["kind"] == "restart"]
-    assert again == noted
-    assert found[-1] | {"how": "finished", "step": STEPS} == found[-1]
+    stream = list(events(tmp_path / "runs/run"))
+    assert [event["step"] for event in stream if event["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [event["facts"] for event in stream if event["kind"] == "restart"] == [noted]
+    assert stream[-1] | {"how": "finished", "step": STEPS} == stream[-1]
     known = "no progress" if fault.startswith(HANGS) else FAULTS[fault]
     assert known in life["attempts"][0]["why"]
     down_s = life["seconds"]["down"]

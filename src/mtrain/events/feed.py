@@ -62,7 +62,7 @@ class Mark:
 
     def takes(self, event: Event) -> bool:
         """Return whether an event was not sent yet, and count it as sent."""
-        step = event["step"]
+        step: int = event["step"]
         if event["kind"] == STEP:
             is_new = step > self.step
             self.step = max(self.step, step)

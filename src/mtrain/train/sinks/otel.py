@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mtrain.events.log import CHECKPOINT, EVALUATION, RESTART, STEP
@@ -89,7 +90,7 @@ class Otel(Sink):
                 self.skipped.add(int(found.get("skipped", 0)))
             if found:
                 data = self.reader.get_metrics_data()
-                self._export("metrics", lambda data=data: self.exporters[0].export(data))
+                self._export("metrics", partial(self.exporters[0].export, data))
         spans = self.finished.get_finished_spans()
         if spans:
             self._export("spans", lambda: self.exporters[1].export(spans))
