@@ -85,7 +85,7 @@ def test_checkpoint_1024_ranks_make_constant_metadata_calls(
     # More groups need a few calls more, which all their ranks share.
     assert many_saving <= few_saving + 0.1, f"calls of a rank: {made}"
     # of 16 files of an index it reads the one that has its elements
-    assert many_loading <= few_loading + 1, f"calls of a rank: {made}"
+    assert many_loading <= few_loading + 1.1, f"calls of a rank: {made}"
     assert many_saving < 20
     assert many_loading < 4
 
