@@ -26,12 +26,11 @@ class BestLoss(Hook):
         """Return the hook of a run that writes into `folder`."""
         return cls(folder / "best.json")
 
-    def log(self, context: TrainContext, step: int, metrics: Mapping[str, Any]) -> None:
-        """Compare an evaluation with the best one; lines of steps have no `valid_loss`."""
-        loss = metrics.get("valid_loss")
-        if loss is not None and (self.best is None or loss < self.best):
+    def after_evaluation(self, context: TrainContext, loss: float) -> None:
+        """Compare an evaluation with the best one."""
+        if self.best is None or loss < self.best:
             self.best = loss
-            self.step = step
+            self.step = context.state.step
             self.improved = True
 
     def saved(self, context: TrainContext, path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -161,8 +161,14 @@ def say(*lines: str, error: bool = False) -> None:
     _put("\n".join(map(visible, lines)), sys.stderr if error else sys.stdout)
 
 
+listeners: list[Callable[[str], None]] = []
+"""Functions that get the text of each warning of this process, in any of its threads."""
+
+
 def warn(text: str) -> None:
     """Print a warning; if it cannot be printed, ignore that, since no warning ends a run."""
+    for hear in tuple(listeners):
+        hear(text)
     with suppress(OSError, ValueError):
         say(f"warning: {text}", error=True)
 
@@ -320,6 +326,19 @@ class TrainingError(MtrainError):
     exit_code = 5
     rank: int | None = None
     """The rank at fault, if the rank that raises the error knows of one."""
+
+
+class DeviceFault(TrainingError):
+    """A device computes or keeps wrong numbers; no restart may use it again."""
+
+    shared = True
+
+    @classmethod
+    def of(cls, text: str, rank: int | None) -> Self:
+        """Return the error of all ranks that names one of them, if it is known."""
+        error = cls(text)
+        error.rank = rank
+        return error
 
 
 class Preempted(MtrainError):

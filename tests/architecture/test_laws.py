@@ -33,6 +33,7 @@ LAYERS = {
     "clusters": 3,
     "recipes": 3,
     "models": 3,
+    "events": 4,
     "goodput": 4,
     "plan": 4,
     "devices": 5,

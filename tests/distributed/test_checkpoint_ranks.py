@@ -65,7 +65,8 @@ def test_checkpoint_1024_ranks_make_constant_metadata_calls(
 
     monkeypatch.setattr(os, "fsync", lambda file: None)
     made: dict[int, tuple[float, float]] = {}
-    for size in (32, 1024):
+    # Both are several groups, each of which merges the index of its 64 ranks.
+    for size in (128, 1024):
         whole = torch.arange(4 * size, dtype=torch.float32).view(2, -1)
         with metadata_calls() as saving:
             path = saved_by(size, tmp_path / str(size), whole)
@@ -81,9 +82,10 @@ def test_checkpoint_1024_ranks_make_constant_metadata_calls(
             assert set(in_turn(size, load)) == {None}
         made[size] = saving.total() / size, loading.total() / size
     (few_saving, few_loading), (many_saving, many_loading) = made.values()
-    assert many_saving <= few_saving, f"calls of a rank: {made}"
+    # More groups need a few calls more, which all their ranks share.
+    assert many_saving <= few_saving + 0.1, f"calls of a rank: {made}"
     # of 16 files of an index it reads the one that has its elements
-    assert many_loading <= few_loading + 1, f"calls of a rank: {made}"
+    assert many_loading <= few_loading + 1.1, f"calls of a rank: {made}"
     assert many_saving < 20
     assert many_loading < 4
 

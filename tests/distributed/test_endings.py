@@ -216,45 +216,56 @@ def test_ending_stop_skips_evaluation_and_failed_deletion(
     assert end.said.count("warning: older checkpoints") == 1
 
 
-def test_ending_metrics_on_a_full_disk_warn_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def evaluated(home: Path) -> None:
+    """Log three evaluations in a run folder, and close its logs twice."""
     from mtrain.train.hooks.metrics import Metrics
 
-    metrics = Metrics(tmp_path)
-    # Linux's device on which every write finds the disk full
-    metrics.file = open("/dev/full", "a")  # noqa: SIM115
+    meter = SimpleNamespace(sign=lambda: SimpleNamespace(seconds={"evaluating": 0.0}))
+    world = SimpleNamespace(is_rank0=True, size=1)
+    context: Any = SimpleNamespace(meter=meter, world=world, state=SimpleNamespace(step=0))
+    metrics = Metrics(home)
+    metrics.start(context)
     for step in range(3):
-        evaluated = {"valid_loss": 1.0, "valid_samples": 8, "valid_tokens": 256}
-        metrics.log(SimpleNamespace(), step, evaluated)  # type: ignore[arg-type]
+        metrics.log(context, step, {"valid_loss": 1.0, "valid_samples": 8, "valid_tokens": 256})
     metrics.close()
+    metrics.close()
+
+
+def test_ending_metrics_on_a_full_disk_warn_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.events import log
+
+    # Linux's device on which every write finds the disk full
+    full = os.open("/dev/full", os.O_WRONLY)
+    calls = {"open": lambda *_: os.dup(full)}
+    monkeypatch.setattr(log, "os", SimpleNamespace(**vars(os) | calls))
+    evaluated(tmp_path)
+    os.close(full)
     said = capsys.readouterr().err
-    assert said.count("warning") == 1
+    assert said.count("cannot be written") == 1
     assert "No space left on device" in said
 
 
-@pytest.mark.parametrize("failing_part", ["write", "flush", "fileno"])
+@pytest.mark.parametrize("failing_part", ["open", "write", "fsync"])
 def test_ending_full_disk_under_metrics_warns_once(
-    failing_part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    failing_part: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from mtrain.train.hooks.metrics import Metrics
+    from mtrain.events import log
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    metrics = Metrics(tmp_path)
-    file = (tmp_path / "metrics.jsonl").open("a")
-    metrics.file = SimpleNamespace(
-        write=file.write, flush=file.flush, fileno=file.fileno, close=full
-    )  # type: ignore[assignment]
-    setattr(metrics.file, failing_part, full)
-    for step in range(3):
-        evaluated = {"valid_loss": 1.0, "valid_samples": 8, "valid_tokens": 256}
-        metrics.log(SimpleNamespace(), step, evaluated)  # type: ignore[arg-type]
-    metrics.close()
-    metrics.close()
-    file.close()
-    assert capsys.readouterr().err.count("warning") == 1
+    calls = {"open": os.open, "write": os.write, "fsync": os.fsync, failing_part: full}
+    monkeypatch.setattr(log, "os", SimpleNamespace(**vars(os) | calls))
+    evaluated(tmp_path)
+    said = capsys.readouterr().err
+    assert said.count("cannot be written (No space left on device)") == 1
+    lost = "metrics.jsonl: 3 lines were not written" in said
+    assert lost == (failing_part != "fsync")
 
 
 SAMPLED = (

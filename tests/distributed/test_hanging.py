@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -105,6 +106,23 @@ def ended_in_time(folder: Path, limits: Limits, record: Record) -> None:
     assert over_s < 5 * slowness()
 
 
+def gather_instead() -> None:
+    """Gather in the tensor-parallel group, where the other ranks reduce."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.zeros(8, 32, 64) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, parts[0], group=group)
+
+
+def reduce_less() -> None:
+    """Reduce half of the numbers that the other ranks reduce."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    torch.distributed.all_reduce(torch.zeros(4, 32, 64), group=group)
+
+
 def stacks(folder: Path, rank: int) -> str:
     path = folder / f"runs/run/errors/stacks_rank_{rank:05d}.txt"
     return path.read_text() if path.exists() else ""
@@ -181,6 +199,11 @@ def test_hanging_stopped_rank_is_named(
         over_s = run.seconds - begun[stopped] - patient.hard_s
         measured(record_property, stopped_s=over_s)
         assert over_s < 5 * slowness()
+        last = r"; ranks? [01][^;]* (in|after) \w+ #\d+ of \w+ [^;]*; stacks: "
+        assert re.search(rf"rank {1 - stopped}: no progress .*{last}", said), said
+        kept = homes[stopped] / f"runs/run/errors/collectives_rank_0000{stopped}.txt"
+        assert len(kept.read_text().splitlines()) == 64
+        assert ("pip install 'mtrain[debug]'" in said) == (shutil.which("py-spy") is None)
         assert (
             len(re.findall(rf"warning: no progress .*: rank {stopped} .* no sign of life", said))
             == 1
@@ -199,11 +222,48 @@ def test_hanging_rank_missing_a_collective_is_named(
     started.append(run)
     said = end_of(run, [])
     ended_in_time(tmp_path, limits, record_property)
+    where = (
+        r"; rank 0 is in all_reduce #\d+ of tp \(float32 \[8, 32, 64\]\),"
+        r" rank 1 is in recv #1 of world from rank 0 \(float32 \[1\]\); stacks"
+    )
+    assert len(re.findall(where, said)) == 2, said
     named = (
         r"rank 1 \(.*\) is behind, .*; it has not launched collective \d+ of"
         r" TENSOR_MODEL_PARALLEL_GROUP"
     )
     assert re.search(rf"rank \d: no progress .*{named}, in which rank 0 waits", said), said
+    lines = (tmp_path / "runs/run/errors/collectives_rank_00001.txt").read_text().splitlines()
+    assert lines[-1] == "recv #1 of world from rank 0 (float32 [1]), waited for"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "instead", "operations"),
+    [
+        ("tp2", gather_instead, ("all_gather", "all_reduce")),
+        ("tp4", gather_instead, ("all_gather", "all_reduce")),
+        ("tp4", reduce_less, ("all_reduce", "all_reduce")),
+    ],
+)
+def test_hanging_ranks_that_disagree_are_named(
+    layout: str,
+    instead: Callable[[], None],
+    operations: tuple[str, str],
+    tmp_path: Path,
+    started: list[Launched],
+    limits: Limits,
+) -> None:
+    words = (*RUN, *limits.words, f"parallel={layout}")
+    started.append(Launched(*words, cwd=tmp_path, patch=holding(1, 4, instead)))
+    assert started[0].wait() == FAULT
+    said = started[0].said
+    others = "rank 0" if layout == "tp2" else "the others"
+    odd, usual = operations
+    made = rf"(?:;|collectives:) rank 1 made {odd} #(\d+) of tp .*"
+    names = rf"{made}, {others} {usual} #\1 of tp .*\[8, 32, 64\]"
+    # gloo aborts where sizes differ, and waits where operations do
+    count = 1 if instead is reduce_less else 2
+    assert len(re.findall(names, said)) == count, said
 
 
 @pytest.mark.full

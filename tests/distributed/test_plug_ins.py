@@ -117,7 +117,12 @@ def test_plug_ins_before_update_changes_gradients() -> None:
         from mtrain.train.hooks.base import Hook
         from mtrain.train.loop.context import TrainContext
 
+        begun = []
+
         class Clears(Hook):
+            def before_step(self, context: TrainContext) -> None:
+                begun.append(context.state.step + 1)
+
             def before_update(self, context: TrainContext) -> None:
                 for chunk in context.state.chunks:
                     gradients = [p.main_grad for p in chunk.parameters()]
@@ -125,7 +130,9 @@ def test_plug_ins_before_update_changes_gradients() -> None:
                     for gradient in gradients if cleared else ():
                         gradient.zero_()
 
-        return [line["grad_norm"] for line in records(run, Clears())]
+        norms = [line["grad_norm"] for line in records(run, Clears())]
+        assert begun == [1, 2]
+        return norms
 
     assert run_ranks(1, lambda: job(True))[0] == [0.0] * STEPS
     assert all(norm > 0 for norm in run_ranks(1, lambda: job(False))[0])

@@ -93,6 +93,7 @@ def test_interrupted_run_killed_rank_resumes_bitwise(
     assert time.monotonic() - killed < patient(30)
     assert process.returncode == 5, output
     assert f"rank {victim} was ended by SIGKILL" in output
+    assert re.search(r"^  collectives: ranks? .* (in|after) \w+ #\d+ of ", output, re.M), output
 
     done = mtrain(*RUN, "checkpoint.resume=latest", cwd=tmp_path)
     lived_s = time.monotonic() - process.began

@@ -17,7 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from mtrain.events.read import events
 from tests.faults.promises import Record, differing, measured
+from tests.support import faulty_writer
 from tests.support.commands import SMALL, metrics, wait_for
 from tests.support.covering import some
 from tests.support.launched import Launched, as_rank, free_port, mtrain
@@ -96,6 +98,11 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     measured(record_property, kills_named=not wrong, misnamed=wrong)
     assert noted["error"].startswith(FAULTS[fault])
     assert noted["rank"] == int(fault[-1])
+    for rank in (0, 1):
+        kept = tmp_path / f"runs/run/{noted['records']}/collectives_rank_0000{rank}.txt"
+        assert " of tp (float32 [" in kept.read_text()
+    if fault.startswith(HANGS):
+        assert re.search(r"(in|after) \w+ #\d+ of \S+ \(float\d\d \[", noted["error"])
     assert (noted["step"], noted["checkpoint"]) == (4, "checkpoints/step_00000002")
     assert f"restart 1 of 2: {FAULTS[fault]}" in done.stdout
     assert "(step 4); continuing from step_00000002, 1 step lost" in done.stdout
@@ -104,6 +111,10 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
     assert found == undisturbed
     life = json.loads((tmp_path / "runs/run/goodput.json").read_text())
     assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "finished"]
+    stream = list(events(tmp_path / "runs/run"))
+    assert [event["step"] for event in stream if event["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [event["facts"] for event in stream if event["kind"] == "restart"] == [noted]
+    assert stream[-1] | {"how": "finished", "step": STEPS} == stream[-1]
     known = "no progress" if fault.startswith(HANGS) else FAULTS[fault]
     assert known in life["attempts"][0]["why"]
     down_s = life["seconds"]["down"]
@@ -115,6 +126,18 @@ def test_restarted_run_ends_bitwise_like_undisturbed(
         again = life["attempts"][1]["seconds"]
         measured(record_property, first_step_s=down_s + again["starting"] + again["loading"])
     assert sum(life["seconds"].values()) == pytest.approx(life["wall_s"], abs=0.01)
+
+
+@pytest.mark.full
+def test_restarted_run_device_fault_is_not_restarted(tmp_path: Path) -> None:
+    words = [*RUN, "--restarts", "2", "--inject", "flip_gradient@4:1"]
+    done = mtrain(*words, "resilience.rerun=every_n", "resilience.rerun_interval=4", cwd=tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert "step 4: " in done.stderr
+    assert "the device of rank 1 (" in done.stderr
+    assert restarts(tmp_path / "runs/run") == []
+    (found,) = [line for line in metrics(tmp_path / "runs/run") if "attribution" in line]
+    assert (found["attribution"]["kind"], found["attribution"]["rank"]) == ("device", 1)
 
 
 @pytest.mark.full
@@ -300,6 +323,8 @@ def test_restarted_run_of_executed_ranks_ends_bitwise(
     assert run.wait() == 0, run.said
     assert "restart 1 of 1: rank 1 was ended by SIGKILL (step 4)" in run.said
     assert (tmp_path / "runs/run/start.json").is_file()
+    kept = (tmp_path / "runs/run/errors/restart_1/collectives_rank_00001.txt").read_text()
+    assert " of tp (float32 [" in kept
     assert result(tmp_path / "runs/run") == undisturbed
 
 
@@ -362,6 +387,171 @@ def test_restarted_run_names_every_killed_rank_and_leaks_nothing(
     # other processes of the machine may use shared memory, too
     assert [count[:3] for count in counts] == [counts[0][:3]] * kills
     assert counts[-1][3] <= counts[0][3] + 4
+
+
+IN_PROCESS = "resilience.in_process=true"
+
+
+def begun(run: Path) -> list[int]:
+    """Return the process of rank 0 in each attempt."""
+    lines = map(json.loads, (run / "life.jsonl").read_text().splitlines())
+    return [line["process"] for line in lines if line["kind"] == "begin"]
+
+
+def test_restarted_in_process_ends_bitwise_like_undisturbed(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    words = [*RUN, IN_PROCESS, "--restarts", "2", "--inject", "raise@4:1,raise@6:0"]
+    done = mtrain(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs/run"
+    noted = restarts(run)
+    found = [(line["in_process"], line["rank"], line["step"], line["steps_lost"]) for line in noted]
+    assert found == [(True, 1, 4, 1), (True, 0, 6, 1)]
+    assert "restart 1 of 2: rank 1 failed first: RuntimeError: injected fault" in done.stdout
+    assert "in the same processes (memory of rank " in done.stdout
+    assert [line["survivors"] for line in noted] == [[0, 0], [0, 0]]
+    assert len(set(begun(run))) == 1
+    assert result(run) == undisturbed
+    life = json.loads((run / "goodput.json").read_text())
+    assert [attempt["end"] for attempt in life["attempts"]] == ["failed", "failed", "finished"]
+    assert "rank 1 failed first" in life["attempts"][0]["why"]
+    assert life["steps_again"] == 2
+    assert sum(life["seconds"].values()) == pytest.approx(life["wall_s"], abs=0.01)
+
+
+def _counting_ranks() -> None:
+    """Write the descriptors, threads and children of a rank each time that it has released all."""
+    from mtrain.world import abandon
+
+    release = abandon.release
+
+    def counted(device: Any) -> int:
+        alive = release(device)
+        own = psutil.Process()
+        counts = [own.num_fds(), own.num_threads(), len(own.children(recursive=True))]
+        with Path(f"counts-{os.environ['RANK']}").open("a") as file:
+            file.write(json.dumps(counts) + "\n")
+        return alive
+
+    abandon.release = counted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "ranks", "more"),
+    [
+        ("tp2", 2, ()),
+        ("dp2", 2, ("checkpoint.async_save=true",)),
+        ("tp2pp2", 4, ("trainer.global_batch_size=8",)),
+        ("ep2", 2, ("model=mixtral_tiny",)),
+    ],
+    ids=["tp2", "dp2", "tp2pp2", "ep2"],
+)
+def test_restarted_in_process_twenty_times_leaks_nothing(
+    layout: str, ranks: int, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    times = 20
+    faults = ",".join(f"raise@{step}:{step % ranks}" for step in range(2, times + 2))
+    words = [*RUN, *more, f"parallel={layout}", f"trainer.train_iters={times + 2}"]
+    words += ["checkpoint.save_interval=1", "log.name=run"]
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    done = mtrain(*words, cwd=whole)
+    assert done.returncode == 0, done.stderr
+    shared = len(os.listdir("/dev/shm"))
+    words += [IN_PROCESS, "--restarts", str(times), "--inject", faults]
+    disturbed = Launched(*words, cwd=tmp_path, patch=_counting_ranks)
+    assert disturbed.wait(300) == 0, disturbed.said
+    run = tmp_path / "runs/run"
+    noted = restarts(run)
+    assert [line["rank"] for line in noted] == [step % ranks for step in range(2, times + 2)]
+    assert all(line["in_process"] for line in noted)
+    assert len(set(begun(run))) == 1
+    assert result(run, times + 2) == result(whole / "runs/run", times + 2)
+    assert [line["survivors"] for line in noted] == [[0] * ranks] * times
+    first = noted[0]["bytes_after"]
+    last = noted[-1]["bytes_after"]
+    assert all(now <= 1.02 * before for before, now in zip(first, last, strict=True))
+    for rank in range(ranks):
+        lines = (tmp_path / f"counts-{rank}").read_text().splitlines()
+        counts = [json.loads(line) for line in lines]
+        assert counts == [counts[0]] * times
+        assert counts[0][2] == 0
+    # other processes of the machine may use shared memory, too
+    assert len(os.listdir("/dev/shm")) <= shared + 4
+
+
+@pytest.mark.full
+def test_restarted_in_process_commits_what_is_staged(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    def slow() -> None:
+        faulty_writer.use("sleep", 3, 1, once=tmp_path / "slept", seconds=1.0)
+
+    words = [*RUN, "checkpoint.async_save=true", IN_PROCESS, "--restarts", "1"]
+    run = Launched(*words, "--inject", "raise@3:0", cwd=tmp_path, patch=slow)
+    assert run.wait() == 0, run.said
+    assert (tmp_path / "slept").exists()
+    # The writer of rank 1 still slept when the rank failed.
+    (noted,) = restarts(tmp_path / "runs/run")
+    assert (noted["checkpoint"], noted["steps_lost"]) == ("checkpoints/step_00000002", 0)
+    assert result(tmp_path / "runs/run") == undisturbed
+
+
+@pytest.mark.full
+def test_restarted_in_process_hands_a_dead_rank_to_launcher(
+    undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    words = [*RUN, IN_PROCESS, "--restarts", "3"]
+    faults = "raise@3:0,kill@4:1,raise@5:1"
+    done = mtrain(*words, "--inject", faults, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs/run"
+    noted = restarts(run)
+    assert [(line["restart"], line["in_process"]) for line in noted] == [
+        (1, True),
+        (2, False),
+        (3, True),
+    ]
+    assert noted[1]["error"].startswith("rank 1 was ended by SIGKILL")
+    first, second, third, fourth = begun(run)
+    assert first == second
+    assert first != third == fourth
+    assert result(run) == undisturbed
+    life = json.loads((run / "goodput.json").read_text())
+    assert [attempt["end"] for attempt in life["attempts"]] == [*["failed"] * 3, "finished"]
+    assert "SIGKILL" in life["attempts"][1]["why"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("given", "faults", "why"),
+    [
+        ("9", "always:raise@2:1", "3 restarts made no step after step 1"),
+        ("1", "raise@2:1,raise@4:1", "all 1 restarts (resilience.restarts) are used"),
+    ],
+    ids=["futile", "used"],
+)
+def test_restarted_in_process_ends_at_the_same_limits(
+    given: str, faults: str, why: str, tmp_path: Path
+) -> None:
+    done = mtrain(*RUN, IN_PROCESS, "--restarts", given, "--inject", faults, cwd=tmp_path)
+    assert done.returncode == 5
+    first, second = done.stderr.splitlines()
+    assert first.startswith("rank 1 failed first: RuntimeError: injected fault; details in ")
+    assert (tmp_path / first.partition("details in ")[2].partition(";")[0]).is_file()
+    assert second == f"  not restarted: {why}"
+    assert all(line["in_process"] for line in restarts(tmp_path / "runs/run"))
+
+
+@pytest.mark.full
+def test_restarted_in_process_never_after_environment_fault(tmp_path: Path) -> None:
+    words = [*RUN, IN_PROCESS, "--restarts", "9", "--inject", "oom@2:1"]
+    done = mtrain(*words, cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "512.0 MiB more were requested" in done.stderr
+    assert not restarts(tmp_path / "runs/run")
 
 
 def test_restarted_run_of_another_launcher_is_refused(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import os
 import random
 import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from mtrain.events.read import events
 from tests.support.commands import SMALL, command, environment, metrics, wait_for
 from tests.support.launched import Launched, mtrain
 from tests.support.patience import patient
@@ -86,6 +88,13 @@ def test_whole_run_leaves_documented_files(trained: Path) -> None:
         "goodput.json",
         "tokenizer.json",
     } <= {p.name for p in trained.iterdir()}
+    stream = list(events(trained))
+    values = [{"step": e["step"], **e["values"]} for e in stream if "values" in e]
+    assert values == [{k: v for k, v in line.items() if k != "time"} for line in metrics(trained)]
+    kinds = Counter(event["kind"] for event in stream)
+    assert kinds["step"] == 12
+    assert kinds["checkpoint"] == len(list((trained / "checkpoints").iterdir()))
+    assert [event["how"] for event in stream if event["kind"] == "end"] == ["finished"]
     life = json.loads((trained / "goodput.json").read_text())["seconds"]
     assert all(life[cause] > 0 for cause in ("stepping", "evaluating", "saving", "loading"))
 

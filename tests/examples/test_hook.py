@@ -29,13 +29,13 @@ RUN = (
 )
 
 
-def installed(home: Path) -> Callable[[], None]:
+def installed(home: Path, example: Path = EXAMPLE) -> Callable[[], None]:
     """Return a patch that puts the example where pip would, with its metadata, onto the path."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((example / "pyproject.toml").read_text())["project"]
     site = home / "site"
     info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir(parents=True)
-    for module in EXAMPLE.glob("*.py"):
+    for module in example.glob("*.py"):
         shutil.copyfile(module, site / module.name)
     head = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
     (info / "METADATA").write_text(head)

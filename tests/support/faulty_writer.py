@@ -30,6 +30,7 @@ def use(
     victim: str = "writer",
     counted: Path | None = None,
     once: Path | None = None,
+    seconds: float = 3600,
 ) -> None:
     """Make the writer of `rank` fail at its `at`-th call, for writers that this process starts.
 
@@ -37,10 +38,11 @@ def use(
     that call and all after it fail. `victim` is
     the process that a signal goes to: `writer`, `rank`, or `launcher`, the parent of the rank. The
     file `counted` gets the number of calls at the end. With `once`, a file that the fault makes,
-    later writers have none.
+    later writers have none. `seconds`: the duration of `sleep`.
     """
     process.MODULE = __name__
     body = {"fault": fault, "at": at, "rank": rank, "errno": errno, "victim": victim}
+    body["seconds"] = seconds
     files = {"counted": str(counted or ""), "once": str(once or "")}
     os.environ[VARIABLE] = json.dumps(body | files)
 
@@ -81,7 +83,7 @@ class Points:
         if fault in ("error", "errors"):
             raise OSError(self.body["errno"], os.strerror(self.body["errno"]))
         if fault == "sleep":
-            time.sleep(3600)
+            time.sleep(self.body["seconds"])
         if fault in ("kill", "stop"):
             number = signal.SIGSTOP if fault == "stop" else signal.SIGKILL
             os.kill(self._victim(), number)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
-from mtrain.launching import worker
+from mtrain.launching import supervise, worker
 from mtrain.launching.supervise import Supervisor
 from tests.support.tables import tables
 
@@ -197,3 +197,37 @@ def test_causes_only_saved_run_suggests_resume(saved: bool, tmp_path: Path) -> N
         tmp_path, lambda errors, rank: os._exit(Preempted.exit_code), advice="go on with it"
     )
     assert str(stopped) == ("stopped on request; go on with it" if saved else "stopped on request")
+
+
+def blames_rank_1(errors: Path, rank: int) -> None:
+    """End like a rank that waited for rank 1."""
+    error = TrainingError("no progress for 9 s: rank 1 gives no sign of life; stacks: errors")
+    error.rank = 1
+    worker.record(error, errors, rank)
+
+
+def sleeps(errors: Path, rank: int) -> None:
+    time.sleep(100)
+
+
+SAMPLER = """#!/bin/sh
+test "$1 $2 $3" = "dump --nonblocking --pid" && echo "Process $4 is in step"
+"""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_causes_hanging_rank_is_sampled_from_outside(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = tmp_path / "py-spy"
+    if installed:
+        sampler.write_text(SAMPLER)
+        sampler.chmod(0o755)
+    monkeypatch.setattr(supervise.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", os.defpath)
+    error = ended(tmp_path, blames_rank_1, sleeps)
+    assert ("pip install 'mtrain[debug]'" in str(error)) == (not installed)
+    stacks = tmp_path / "errors/stacks_rank_00001.txt"
+    assert stacks.exists() == installed
+    if installed:
+        assert stacks.read_text().startswith("Process ")

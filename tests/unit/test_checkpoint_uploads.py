@@ -150,6 +150,19 @@ def test_uploads_killed_at_each_request_are_completed_next(store: Any) -> None:
     assert transfer.verified(Place(URL) / "step_00000002").damage == ()
 
 
+def test_uploads_killed_before_they_delete_delete_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = home_with(1)
+    uploaded(home, Policy(1))
+    home_with(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "pruned", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            uploaded(home, Policy(1))
+    assert steps() == [1, 2]
+    uploaded(home, Policy(1))
+    assert steps() == [2]
+
+
 def test_uploads_failures_are_retried_and_reported_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -202,3 +202,18 @@ def test_user_folder_file_is_data_with_its_line(
 def test_user_folder_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config-dir", "/nothing/here"]) == 2
     assert "/nothing/here" in capsys.readouterr().err
+
+
+def test_user_folder_enables_hooks_and_a_recipe_does_not(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "log").mkdir()
+    (folder / "log/mine.yaml").write_text("hooks: [garbage]\n")
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text("log: {hooks: [garbage]}\n")
+    with pytest.raises(ConfigError) as refused:
+        compose([f"recipe={recipe}"])
+    assert [problem.code for problem in refused.value.problems] == ["MT523"]
+    assert compose([f"recipe={recipe}", "log.hooks=[garbage]"]).run.log.hooks == ("garbage",)
+    monkeypatch.setenv(VARIABLE, str(folder))
+    assert compose(["log=mine"]).run.log.hooks == ("garbage",)

@@ -155,6 +155,11 @@ class _Sound:
 _sound: dict[Identity, _Sound] = {}
 
 
+def forget_all() -> None:
+    """Forget which files are sound, in a process that begins its run again."""
+    _sound.clear()
+
+
 def hash_bytes(data: Any) -> str:
     """Return hex sha256 of anything with bytes; notes progress while it works."""
     whole = hashlib.sha256()

@@ -84,10 +84,13 @@ def of_all(draft: Path, size: int) -> Awaited:
 def write(draft: Path, rank: int, size: int, written: list[dict[str, Any]]) -> None:
     """Leave the index of a rank's files, which are on disk; it appears at once and whole."""
     place = _place(draft, rank, size)
-    if place != draft:
-        place.mkdir(exist_ok=True)
     hidden = place / f".{_name(rank)}"
-    folder.write_json(hidden, {"written": written})
+    body = {"written": written}
+    try:
+        folder.write_json(hidden, body)
+    except FileNotFoundError:  # the first of its group: for the others, it would be a call too many
+        place.mkdir(exist_ok=True)
+        folder.write_json(hidden, body)
     os.rename(hidden, place / _name(rank))
 
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch.distributed import Store
 
 from mtrain.errors import TrainingError
+from mtrain.world.abandon import require_peers
 from mtrain.world.heartbeat import tick, waiting
 
 SHORTEST_S = 0.001
@@ -134,6 +135,7 @@ class Meeting:
         longest_s = LONGEST_S * max(1.0, self.size / 500)
         with _noted():
             while not self.store.check([key]):
+                require_peers()
                 if time.monotonic() > deadline:
                     raise TrainingError(
                         f"{self._missing(kind, number)} within {self.timeout_s:g} s; {ADVICE}"

@@ -7,6 +7,7 @@ pure function of the number of samples consumed, so tensor-parallel ranks cannot
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -164,6 +165,12 @@ class GlobalBatches:
     def pads(self) -> bool:
         """Return whether some samples are padding that only fills a step."""
         return self.limit is not None and self.counted < self.steps * self.global_batch_size
+
+    def of_rank(self, dp_rank: int) -> GlobalBatches:
+        """Return the share of another data-parallel rank in the same steps."""
+        other = copy.copy(self)
+        other._rank = dp_rank
+        return other
 
     def numbers(self, consumed_samples: int, size: int | None = None) -> np.ndarray:
         """Return the sample numbers of a step on this rank; int64 [micro-batches,

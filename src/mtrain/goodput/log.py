@@ -7,13 +7,14 @@ before.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -186,11 +187,36 @@ def ended(home: Path, begun: Begun, advice: str) -> Iterator[None]:
         why = _reason(error).removesuffix(f"; {advice}")
         raise
     finally:
+        begun = _newest(home, begun)
         elapsed_s = round(time.monotonic() - begun.clock, 4)
         LifeLog(home, begun).append(
             LAUNCHER_END,
             {"end": how, "why": why, "elapsed_s": elapsed_s, "machine": platform.node()},
         )
+
+
+def explain(home: Path, until: float, why: str) -> None:
+    """Log why the last attempt failed, at a reading of the monotonic clock, where ranks restart
+    within their processes: its own log has the error of rank 0, which may have lost a peer.
+    """
+    begun = _newest(home, Begun("", 0.0, locks.boot_id(), 0.0))
+    facts = {"end": FAILED, "why": why[:LONGEST_WHY], "elapsed_s": round(until - begun.clock, 4)}
+    LifeLog(home, begun).append(LAUNCHER_END, {**facts, "machine": platform.node()})
+
+
+def _newest(home: Path, begun: Begun) -> Begun:
+    """Return the last attempt of the log since `begun`: ranks that restart within their processes
+    begin some that the launcher does not know.
+    """
+    names = [field.name for field in fields(Begun)]
+    found = begun
+    with suppress(OSError):
+        for text in (home / LOG).read_bytes().splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # a line that was cut short
+                line = json.loads(text)
+                one = Begun(*(line[name] for name in names))
+                found = one if one.boot == begun.boot and one.clock >= found.clock else found
+    return found
 
 
 def _reason(error: BaseException) -> str:

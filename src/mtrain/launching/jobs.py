@@ -32,13 +32,20 @@ class Job:
 
 
 def train_job(
-    run: RunConfig, checkpoint: Path | None, weights: Path | None, injected: Iterable[Fault] = ()
+    run: RunConfig,
+    checkpoint: Path | None,
+    weights: Path | None,
+    injected: Iterable[Fault] = (),
+    known: int = 0,
 ) -> Job:
-    """Return the job that trains from a checkpoint, from its weights, or from the start."""
+    """Return the job that trains from a checkpoint, from its weights, or from the start; `known`:
+    see `in_process.train_with_restarts`.
+    """
     places = {"checkpoint": path_text(checkpoint), "weights": path_text(weights)}
     more = {
         "accept_changes": run.checkpoint.accept_changes,
         "injected": list(map(str, injected)),
+        "known": known,
     }
     return Job(TRAIN, {**places, **more})
 
@@ -89,6 +96,7 @@ def _train(
     weights: str | None,
     accept_changes: bool,
     injected: Sequence[str],
+    known: int,
 ) -> None:
     faults.arm(injected, RankEnv.here().rank)
     # run.yaml does not record this key, which concerns a single start of the run.
@@ -98,6 +106,11 @@ def _train(
     from mtrain.train.run import Paths, train
 
     paths = Paths(home, _path(checkpoint), _path(weights))
+    if run.resilience.in_process:
+        from mtrain.launching.in_process import train_with_restarts
+
+        train_with_restarts(run, paths, end, injected, known)
+        return
     train(run, lambda world: paths, end)
 
 

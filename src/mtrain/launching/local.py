@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,15 +22,16 @@ from mtrain.ckpt.folder import folder_name, is_checkpoint
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import say_page
+from mtrain.errors import TrainingError, say_page
 from mtrain.launching import downloads, environment, folder, jobs, matmul, uploads
 from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job, path_text
-from mtrain.launching.machines import Director
-from mtrain.launching.restart import Attempts
+from mtrain.launching.machines import DirectingSupervisor, Director
+from mtrain.launching.restart import ADVICE, Attempts, step_in
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import Share, may_fork, run_ranks, without_launcher
+from mtrain.launching.supervise import Failure, Supervisor
 from mtrain.launching.uploads import Claim
 from mtrain.launching.warming import Warming
 from mtrain.train.generate.request import Questions, Request, Texts, Written
@@ -131,13 +132,66 @@ def _launched(
             owned.weights,
             partial(_say_after_ranks, run),
             injected,
-            director,
         )
         share = None if director is None else director.share
+        given = environment_of(run, owned.folder, share)
+        starts = _Here(given) if director is None else _OnMachines(given, director)
         barred = _is_barred(run)
         with uploads.uploading(run, owned.folder, owned.checkpoint, claim, barred=barred):
-            attempts.train(environment_of(run, owned.folder, share))
+            attempts.train(starts)
     return owned.folder
+
+
+@dataclass
+class _Here:
+    """Starts all ranks of a run on this machine."""
+
+    environment: Mapping[str, str]
+
+    def supervisor(self, errors: Path) -> Supervisor:
+        return Supervisor(errors, ADVICE)
+
+    def start(self, attempts: Attempts, supervisor: Supervisor, known: int) -> None:
+        job = _job(attempts, known)
+        run_ranks(attempts.run, attempts.home, job, self.environment, supervisor)
+
+    def replace_lost(self, failure: Failure) -> None:
+        """Wait for nothing: this machine is there."""
+
+
+@dataclass
+class _OnMachines:
+    """Starts the ranks of a run on several machines, through their launchers."""
+
+    environment: Mapping[str, str]
+    director: Director
+
+    def supervisor(self, errors: Path) -> Supervisor:
+        return DirectingSupervisor(errors, ADVICE, self.director)
+
+    def start(self, attempts: Attempts, supervisor: Supervisor, known: int) -> None:
+        job = _job(attempts, known)
+        step = step_in(attempts.checkpoint)
+        share = self.director.share_of(attempts.run, attempts.home, job, step)
+        run_ranks(attempts.run, attempts.home, job, self.environment, supervisor, share)
+
+    def replace_lost(self, failure: Failure) -> None:
+        if not self.director.lost:
+            return
+        run = self.director.run
+        assert run is not None
+        patience_s = run.trainer.join_timeout_s
+        _say_after_ranks(
+            run, f"waiting up to {patience_s:g} s for another launcher of the lost machine"
+        )
+        if self.director.replace():
+            why = f"no other launcher came within {patience_s:g} s (trainer.join_timeout_s)"
+            raise TrainingError(str(failure.error), f"  not restarted: {why}")
+
+
+def _job(attempts: Attempts, known: int) -> Job:
+    places = (attempts.checkpoint, attempts.weights)
+    return jobs.train_job(attempts.run, *places, attempts.injected, known)
 
 
 def observe(

@@ -12,12 +12,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mtrain import strict_json
 from mtrain.ckpt import folder as ckpt_folder
@@ -25,12 +25,11 @@ from mtrain.ckpt import local as ckpt_local
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError, warn
-from mtrain.launching import jobs, resume
-from mtrain.launching.machines import DirectingSupervisor, Director
-from mtrain.launching.start import run_ranks
+from mtrain.launching import resume
 from mtrain.launching.supervise import Failure, Supervisor
+from mtrain.launching.worker import record_name
 from mtrain.plan.compare import METRICS
-from mtrain.units import number_of
+from mtrain.units import bytes_, number_of
 from mtrain.world import faults
 from mtrain.world.faults import Fault
 from mtrain.world.stacks import ERRORS
@@ -45,6 +44,47 @@ TAIL = 1 << 16
 MINUTE = 60.0
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The memory of ranks whose processes restart, by rank."""
+
+    bytes_before: list[int]
+    """Bytes that a rank held when it failed."""
+    bytes_after: list[int]
+    """Bytes that it holds with everything released."""
+    survivors: list[int]
+    """Modules and parameters of the model that something still refers to."""
+
+    def words(self) -> str:
+        """Return the memory of the rank that holds the most, as the end of a line."""
+        most = max(range(len(self.bytes_after)), key=self.bytes_after.__getitem__)
+        sizes = [bytes_(sizes[most]) for sizes in (self.bytes_before, self.bytes_after)]
+        kept = sum(self.survivors)
+        more = f"; {number_of(kept, 'object')} of the model could not be released" if kept else ""
+        return f", in the same processes (memory of rank {most}: {sizes[0]}, now {sizes[1]}){more}"
+
+
+class Starts(Protocol):
+    """The place where ranks are started: this machine, or all machines of a run."""
+
+    def supervisor(self, errors: Path) -> Supervisor:
+        """Return the supervisor of one start, whose ranks leave their records in `errors`."""
+
+    def start(self, attempts: Attempts, supervisor: Supervisor, known: int) -> None:
+        """Train once; `known` is the size of `RESTARTS` at the beginning.
+
+        Raises:
+            MtrainError: the error of the first failing rank.
+        """
+
+    def replace_lost(self, failure: Failure) -> None:
+        """Wait for what takes the place of lost machines.
+
+        Raises:
+            TrainingError: nothing came in time.
+        """
+
+
 @dataclass
 class Attempts:
     """The starts of a run's ranks."""
@@ -56,8 +96,6 @@ class Attempts:
     weights: Path | None
     say: Callable[[str], None]
     injected: Sequence[Fault] = ()
-    director: Director | None = None
-    """Has other machines start their ranks; None: all ranks are on this machine."""
     clock: Callable[[], float] = time.monotonic
     times: list[float] = field(default_factory=list)
     """The times of the restarts so far."""
@@ -65,8 +103,10 @@ class Attempts:
     """The last step that any start has made."""
     futile: list[Failure] = field(default_factory=list)
     """The failures since the last start that made a new step, and the failure of that start."""
+    seen: int = 0
+    """Bytes of `RESTARTS` whose restarts are counted here."""
 
-    def train(self, environment: Mapping[str, str]) -> None:
+    def train(self, starts: Starts) -> None:
         """Train to the end, with as many restarts as `resilience` allows.
 
         Raises:
@@ -76,16 +116,13 @@ class Attempts:
         """
         errors = self.home / ERRORS
         shutil.rmtree(errors, ignore_errors=True)
-        self.furthest = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        self.furthest = step_in(self.checkpoint)
+        known = _size(self.home / RESTARTS)
+        self.seen = known
         while True:
-            job = jobs.train_job(self.run, self.checkpoint, self.weights, self.injected)
-            supervisor, share = Supervisor(errors, ADVICE), None
-            if self.director is not None:
-                supervisor = DirectingSupervisor(errors, ADVICE, self.director)
-                begun = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
-                share = self.director.share_of(self.run, self.home, job, begun)
+            supervisor = starts.supervisor(errors)
             try:
-                run_ranks(self.run, self.home, job, environment, supervisor, share)
+                starts.start(self, supervisor, known)
                 return
             except MtrainError as error:
                 failure = supervisor.failure
@@ -94,28 +131,21 @@ class Attempts:
                 # A run that would have been restarted is as resumable as one that has saved.
                 if supervisor.stops and self.run.resilience.restarts:
                     raise Preempted(f"stopped on request, and not restarted: {error}") from None
-                self._again(failure)
+                self.prepare(failure, replace_lost=starts.replace_lost)
 
-    def _replace(self, failure: Failure) -> None:
-        """Wait for a new launcher of each lost machine.
-
-        Raises:
-            TrainingError: none came in time.
-        """
-        if self.director is None or not self.director.lost:
-            return
-        patience_s = self.run.trainer.join_timeout_s
-        self.say(f"waiting up to {patience_s:g} s for another launcher of the lost machine")
-        if self.director.replace():
-            why = f"no other launcher came within {patience_s:g} s (trainer.join_timeout_s)"
-            raise TrainingError(str(failure.error), f"  not restarted: {why}")
-
-    def _again(self, failure: Failure) -> None:
-        """Prepare the next start.
+    def prepare(
+        self,
+        failure: Failure,
+        memory: Memory | None = None,
+        replace_lost: Callable[[Failure], None] = lambda _: None,
+    ) -> None:
+        """Prepare the next start; `memory` is that of ranks whose processes go on, and
+        `replace_lost` waits for what takes the place of lost machines.
 
         Raises:
             MtrainError: there is none.
         """
+        self._count_others()
         reached = max(self.furthest, _last_step(self.home / METRICS), failure.step - 1)
         if reached > self.furthest:
             self.futile.clear()
@@ -123,7 +153,7 @@ class Attempts:
         self.futile.append(failure)
         self._refuse()
         # First: what its machine holds decides where the run goes on.
-        self._replace(failure)
+        replace_lost(failure)
         root = self.home / CHECKPOINTS
         with suppress(OSError):
             ckpt_folder.sweep(root)
@@ -135,14 +165,43 @@ class Attempts:
         # Imported weights are a checkpoint of step 0, from which nothing but weights is taken.
         if newest is not None and newest != self.weights:
             self.checkpoint = newest
-        begun = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        begun = step_in(self.checkpoint)
         # A later one was passed over: the newest local one would be taken for older than it.
         ckpt_local.forget_after(self.home, begun)
         for note in notes:
             self.say(note)
         self.times.append(self.clock())
         self.injected = faults.left(self.injected, max(failure.step, reached))
-        self._record(failure, _put_aside(self.home / ERRORS, len(self.times)))
+        self._record(failure, _put_aside(self.home / ERRORS, len(self.times)), memory)
+
+    def _count_others(self) -> None:
+        """Count the restarts that another process of this launch has noted: rank 0 those of the
+        launcher, and the launcher those within the ranks.
+        """
+        path = self.home / RESTARTS
+        if _size(path) <= self.seen:
+            return
+        with path.open("rb") as file:
+            file.seek(self.seen)
+            lines = file.read().splitlines()
+        self.seen = _size(path)
+        for line in map(json.loads, lines):
+            checkpoint = line["checkpoint"] and Path(line["checkpoint"])
+            reached = step_in(checkpoint) + line["steps_lost"]
+            if reached > self.furthest:
+                self.futile.clear()
+            self.furthest = max(self.furthest, reached)
+            text = line["error"]
+            name = record_name(line["rank"])
+            # where `_refuse` expects it; a rank that was killed left none
+            recorded = (self.home / line["records"] / name).is_file()
+            details = f"; details in {self.home / ERRORS / name}" if recorded else ""
+            error = TrainingError(f"{text}{details}")
+            self.futile.append(
+                Failure(line["rank"], line["kind"], text, error, line["step"], restart_helps=True)
+            )
+            ago = datetime.now(UTC) - datetime.fromisoformat(line["time"])
+            self.times.append(self.clock() - ago.total_seconds())
 
     def _refuse(self) -> None:
         """Raise the first error since the last new step if no restart is left."""
@@ -167,11 +226,11 @@ class Attempts:
             text = text.replace(str(errors), str(_aside(errors, number)))
         raise TrainingError(text, f"  not restarted: {why}") from None
 
-    def _record(self, failure: Failure, records: Path) -> None:
+    def _record(self, failure: Failure, records: Path, memory: Memory | None) -> None:
         """Report a restart in one line, and note it in the run folder."""
         number = len(self.times)
         step = failure.step or self.furthest + 1
-        begun = 0 if self.checkpoint is None else ckpt_folder.step_of(self.checkpoint)
+        begun = step_in(self.checkpoint)
         lost = max(0, self.furthest - begun)
         body = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -184,10 +243,14 @@ class Attempts:
             "checkpoint": None if self.checkpoint is None else _named(self.checkpoint, self.home),
             "steps_lost": lost,
             "records": str(records.relative_to(self.home)),
+            "in_process": memory is not None,
         }
+        if memory is not None:
+            body |= asdict(memory)
         try:
             with (self.home / RESTARTS).open("a", encoding="utf-8") as file:
                 file.write(strict_json.dumps(body) + "\n")
+            self.seen = _size(self.home / RESTARTS)
         except OSError as error:
             warn(f"{self.home / RESTARTS} cannot be written: {error.strerror}")
         text = failure.text.removesuffix(f"; {ADVICE}")
@@ -199,8 +262,20 @@ class Attempts:
             origin = f"local {origin}"
         self.say(
             f"restart {number} of {self.run.resilience.restarts}: {text} (step {step}); continuing"
-            f" from {origin}, {number_of(lost, 'step')} lost"
+            f" from {origin}, {number_of(lost, 'step')} lost{memory.words() if memory else ''}"
         )
+
+
+def step_in(checkpoint: Path | None) -> int:
+    """Return the step of a checkpoint, 0 for the beginning."""
+    return 0 if checkpoint is None else ckpt_folder.step_of(checkpoint)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _named(path: Path, home: Path) -> str:

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from mtrain.launching.jobs import TRAIN, Job
 from mtrain.launching.supervise import Supervisor
 from mtrain.launching.worker import end, leave, run_rank
 from mtrain.processes import die_with
+from mtrain.world.fingerprints import DESCRIPTOR, Memory, shared
 from mtrain.world.rank_env import LISTEN_FD
 from mtrain.world.stacks import ERRORS
 
@@ -56,6 +57,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     LISTEN_FD,
+    DESCRIPTOR,
 )
 
 
@@ -111,7 +113,8 @@ def run_ranks(
         _describe(run, home, job, share.folder or home)
     # bound before any rank starts and inherited by rank 0: a free port that is only looked up may
     # be taken before rank 0 binds it
-    with nullcontext() if share.port else listening(bound) as listener:
+    opened = nullcontext() if share.port else listening(bound)
+    with opened as listener, shared(share.here) as fingerprints:
         port = share.port if listener is None else listener.getsockname()[1]
         share.begin(port)
         frozen = gc.get_freeze_count()
@@ -119,25 +122,32 @@ def run_ranks(
 
         def start(rank: int) -> int:
             place = placed(rank, ranks, share.host, port, share.first, share.here)
-            own = {**environment, **place, startup.VARIABLE: startup.current().passed_on()}
+            own = {
+                **environment,
+                **place,
+                startup.VARIABLE: startup.current().passed_on(),
+                DESCRIPTOR: str(fingerprints),
+            }
             if forks:
                 return _fork(run, home, job, rank, own, listener, share.leave)
-            return _execute([home, share.folder or home], rank, own, listener)
+            return _execute([home, share.folder or home], rank, own, listener, fingerprints)
 
+        memory = supervisor.memory = Memory(fingerprints)
         try:
             supervisor.start(start, share.here, share.first)
         finally:
             startup.forget()
             if not frozen:  # a caller that froze earlier unfreezes itself
                 gc.unfreeze()
-    if job.name != TRAIN or share.first:
-        supervisor.wait()
-        return
-    try:
-        with ended(home, begun, supervisor.advice):
+    with closing(memory):
+        if job.name != TRAIN or share.first:
             supervisor.wait()
-    finally:
-        account.write(home)
+            return
+        try:
+            with ended(home, begun, supervisor.advice):
+                supervisor.wait()
+        finally:
+            account.write(home)
 
 
 def may_fork(run: RunConfig) -> bool:
@@ -301,13 +311,15 @@ def _execute(
     rank: int,
     environment: Mapping[str, str],
     listener: socket.socket | None,
+    memory: int,
 ) -> int:
     values = {**importable(environment), PARENT: str(os.getpid())}
     command = python("mtrain.launching.rank", *map(str, folders))
     if rank or listener is None:
-        return execute(command, values)
+        return execute(command, values, memory)
     with listener.dup() as inherited:
-        return execute(command, {**values, LISTEN_FD: str(inherited.fileno())}, inherited.fileno())
+        values[LISTEN_FD] = str(inherited.fileno())
+        return execute(command, values, inherited.fileno(), memory)
 
 
 def _fork(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +23,24 @@ from mtrain.errors import (
     BadEnvironment,
     ConfigError,
     CorruptData,
+    DeviceFault,
     MtrainError,
     Preempted,
     TrainingError,
 )
 from mtrain.launching import signals
 from mtrain.launching.worker import record_name, revive
+from mtrain.world import fingerprints
+from mtrain.world.fingerprints import Fingerprint, Memory
+from mtrain.world.stacks import stacks_name
 
 # Seconds that the peers of the first ended rank have to record their errors
 GRACE_S = 0.5
 # Seconds that a rank has between SIGTERM and SIGKILL
 END_S = 3.0
+# Seconds for the stacks of one rank
+SAMPLE_S = 3.0
+NO_SAMPLER = "py-spy takes the stacks of such a rank (pip install 'mtrain[debug]')"
 # Bad input, a bad environment and damaged data stay what they are
 NOT_RESTARTED = (ConfigError.exit_code, BadEnvironment.exit_code, CorruptData.exit_code)
 
@@ -84,6 +94,8 @@ class Supervisor:
         self.errors = errors
         self.advice = advice
         self.ended: list[Ended] = []
+        self.memory: Memory | None = None
+        """The fingerprints of the ranks' collectives, by rank."""
         self.failure: Failure | None = None
         """The first failure, once `wait` has raised it."""
         self.stops = 0
@@ -91,6 +103,10 @@ class Supervisor:
         """True if the launcher of another machine got a request to stop."""
         self.halted = False
         """True if the ranks have to end, whatever their state."""
+        self.first = 0
+        self.size = 0
+        self.unseen: list[int] = []
+        """Ranks that hang and whose stacks nothing here can take."""
         self.previous: dict[int, Any] = {}
 
     def start(self, fork: Callable[[int], int], ranks: int, first: int = 0) -> None:
@@ -101,6 +117,8 @@ class Supervisor:
         Raises:
             BadEnvironment: a rank could not be started; the started ones are ended.
         """
+        self.first = first
+        self.size = ranks
         self.previous = signals.replace(self._on_stop)
         try:
             for rank in range(first, first + ranks):
@@ -141,6 +159,7 @@ class Supervisor:
             raise Preempted(self._advised("stopped on request"))
         self.failure = self._lost(failed) or (self._cause(failed) if failed else None)
         if self.failure is not None:
+            self._write_collectives()
             raise self.failure.error
 
     def watch(self) -> list[Ended]:
@@ -154,7 +173,9 @@ class Supervisor:
                 self._announce()
             if self.ranks:
                 self._reap_for(GRACE_S)
-            return self._failed()
+            failed = self._failed()
+            self._sample_stacks(failed)
+            return failed
         finally:
             self._end_all()
 
@@ -234,10 +255,16 @@ class Supervisor:
             silent = [e for e in failed if records[e.rank] is None]
             silent.sort(key=lambda e: e.signal == signal.SIGABRT)
             if silent and not (silent[0].signal == signal.SIGABRT and own):
-                steps = [r["step"] for r in records.values() if r]
+                # Also those of ranks that are alive, and wait to restart within their processes.
+                left = [json.loads(file.read_text()) for file in self.errors.glob("rank_*.json")]
+                steps = [r["step"] for r in left]
                 return self._death(silent[0], max(steps, default=0))
-        cause = min(own or [r for r in records.values() if r], key=lambda r: r["time"])
-        return self._error(cause)
+        return self.first_of([r for r in records.values() if r])
+
+    def first_of(self, records: list[dict[str, Any]]) -> Failure:
+        """Return the earliest failure that ranks recorded and that is no consequence of another."""
+        own = [r for r in records if not r["peer_lost"]]
+        return self._error(min(own or records, key=lambda r: r["time"]))
 
     def _death(self, ended: Ended, step: int) -> Failure:
         """Return the failure of a rank that left no record, while its peers made `step`."""
@@ -252,7 +279,10 @@ class Supervisor:
                 ", as torch does where a collective fails or a thread of its own does: see what it"
                 " printed"
             )
-        error = TrainingError(self._advised(text))
+        calls = self._collectives()
+        where = fingerprints.disagreement(calls)[0] or fingerprints.places(calls)
+        more = [f"  collectives: {where}"] if any(calls.values()) else []
+        error = TrainingError(self._advised(text), *more)
         helps = ended.signal is not None or ended.code not in NOT_RESTARTED
         return Failure(ended.rank, kind, text, error, step, helps)
 
@@ -262,17 +292,25 @@ class Supervisor:
         summary = (cause["message"].strip().splitlines() or [""])[0]
         error: MtrainError
         if cause["expected"]:
+            if self.unseen and cause["at_fault"] is not None:
+                cause["message"] += f"; {NO_SAMPLER}"
             error = revive(cause, f"rank {rank}: ")
             text = f"rank {rank}: {summary}"
         else:
             text = f"rank {rank} failed first: {cause['kind']}: {summary}"
+            # A collective that fails does not say that the ranks called different ones.
+            differ, _ = fingerprints.disagreement(self._collectives())
+            more = [f"  collectives: {differ}"] if differ else []
             details = f"; details in {self.errors / record_name(rank)}" if self.advice else ""
-            error = TrainingError(self._advised(f"{text}{details}"))
+            error = TrainingError(self._advised(f"{text}{details}"), *more)
         at_fault = rank
+        device_fault = cause["kind"] == DeviceFault.__name__
         if cause["at_fault"] is not None:
             at_fault = cause["at_fault"]
-            text = f"rank {at_fault} holds the run up: {summary.partition('; stacks: ')[0]}"
-        helps = error.exit_code not in NOT_RESTARTED
+            if not device_fault:
+                text = f"rank {at_fault} holds the run up: {summary.partition('; stacks: ')[0]}"
+        # A restart would use the same device again.
+        helps = error.exit_code not in NOT_RESTARTED and not device_fault
         return Failure(at_fault, cause["kind"], text, error, cause["step"], helps)
 
     def _advised(self, text: str) -> str:
@@ -280,6 +318,52 @@ class Supervisor:
         saved = self.advice and (committed(home / CHECKPOINTS) or local.exist(home))
         return f"{text}; {self.advice}" if saved else text
 
+    def _collectives(self) -> dict[int, list[Fingerprint]]:
+        """Return the last collectives of each rank, also of those that are dead or stopped."""
+        if self.memory is None:
+            return {}
+        return {self.first + place: self.memory.read(place) for place in range(self.size)}
+
+    def _sample_stacks(self, failed: Sequence[Ended]) -> None:
+        """Write the stacks of ranks that still run after a hang: they may be stopped, or a thread
+        holds the lock of Python, so they cannot write them themselves.
+        """
+        records = filter(None, (self._record(ended.rank) for ended in failed))
+        if all(record["at_fault"] is None for record in records):
+            return
+        for pid, rank in self.ranks.items():
+            text = _sampled(pid)
+            path = self.errors / stacks_name(rank)
+            with suppress(OSError):
+                if text:
+                    with path.open("a") as file:
+                        file.write(text)
+                elif not path.is_file() or not path.stat().st_size:
+                    self.unseen.append(rank)
+
+    def _write_collectives(self) -> None:
+        """Write the last collectives of each rank next to the records of its failure."""
+        with suppress(OSError):
+            for rank, calls in self._collectives().items():
+                if calls and self.errors.is_dir():
+                    fingerprints.write(self.errors, rank, calls)
+
     def _record(self, rank: int) -> dict[str, Any] | None:
         path = self.errors / record_name(rank)
         return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _sampled(pid: int) -> str:
+    """Return the stacks of a process that py-spy reads from outside; empty: it cannot, or is not
+    installed.
+    """
+    folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
+    program = shutil.which("py-spy", path=os.pathsep.join(folders))
+    if program is None:
+        return ""
+    # It may not stop the process: that of a stopped one would wait for ever.
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLE_S)
+        return done.stdout if done.returncode == 0 else ""
+    return ""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mtrain import startup, strict_json
 from mtrain.config.schema.run import RunConfig
@@ -94,14 +94,13 @@ def run_rank(job: Callable[[], None], errors: Path, rank: int) -> int:
     except Preempted as stop:
         return stop.exit_code
     except BaseException as error:  # the process ends here, whatever the error
-        record(error, errors, rank)
-        code: int = describe(error)["exit_code"]
+        code: int = record(error, errors, rank)["exit_code"]
         return code
     return 0
 
 
-def record(error: BaseException, errors: Path, rank: int) -> None:
-    """Record how this rank failed, so that the launcher can find the cause."""
+def record(error: BaseException, errors: Path, rank: int) -> dict[str, Any]:
+    """Record how this rank failed, so that the launcher can find the cause; return the record."""
     body = describe(error) | {
         "rank": rank,
         "step": heartbeat.step,
@@ -117,6 +116,7 @@ def record(error: BaseException, errors: Path, rank: int) -> None:
     except OSError:  # a full disk must not hide the error itself
         with suppress(OSError):
             say_page(f"rank {rank}: {body['kind']}: {body['message']}", error=True)
+    return body
 
 
 def end(error: MtrainError, errors: Path, rank: int) -> None:
@@ -140,7 +140,7 @@ def _problem(values: dict[str, Any]) -> Problem:
     return Problem(**fields)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End this process now: no destructor may wait for a rank that has ended."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # the reader may have closed the stream
@@ -176,6 +176,8 @@ PEER_LOST = (
     "remote error detected from rank",
     "received a dump signal due to a collective timeout",
     "possible application crash on rank 0",
+    # `world.abandon`
+    "another rank has failed",
 )
 # Texts of a fault of this rank, whatever else the error contains: NCCL repeats errors of the device
 # or disk.

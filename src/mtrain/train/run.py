@@ -39,12 +39,16 @@ from mtrain.train.hooks.profile import Profile
 from mtrain.train.hooks.progress import Progress
 from mtrain.train.hooks.replicas import Replicas
 from mtrain.train.hooks.sample import RanksApart, Sample, end_after_run
+from mtrain.train.hooks.sinks import Sinks
 from mtrain.train.hooks.startup import Startup
+from mtrain.train.hooks.stragglers import Stragglers
 from mtrain.train.hooks.tokenizer import KeepTokenizer
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import StopRequest
 from mtrain.train.loop.trainer import Trainer
+from mtrain.train.suspects.rerun import Suspects
 from mtrain.world import faults
+from mtrain.world.abandon import track
 from mtrain.world.init import World, joined
 from mtrain.world.rank_env import End, RankEnv
 from mtrain.world.stacks import ERRORS
@@ -65,10 +69,16 @@ class Paths:
     """`kernels.cpu_matmul`, if it is decided together with the paths."""
 
 
-def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
+def train(
+    run: RunConfig,
+    locate: Callable[[World], Paths],
+    end: End,
+    stop: StopRequest | None = None,
+) -> bool:
     """Train on this rank: join the others, assemble, resume, fit, and show the result.
 
-    `locate` returns the paths, the same on every rank; `end` ends this process where it hangs.
+    `locate` returns the paths, the same on every rank; `end` ends this process where it hangs;
+    `stop` are the requests to stop so far.
 
     Returns:
         Whether the ranks ended together. Otherwise only the text sample failed, and the process has
@@ -78,7 +88,7 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
         MtrainError: see `joined`, `Trainer.fit` and `Checkpoint.open`.
     """
     startup.mark(startup.LIBRARIES)
-    stop = StopRequest()
+    stop = stop or StopRequest()
     stop.listen(run.trainer.stop_signals)
     # before any device is initialised, and early: it starts while this rank joins the others
     writer = writer_of(run)
@@ -98,8 +108,13 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                 errors = paths.folder / ERRORS
                 with watching(run, world, errors, end):
                     context = assemble(run, world, splits)
+                    if run.resilience.in_process:
+                        track(context.state.chunks)
+                        track(p for chunk in context.state.chunks for p in chunk.parameters())
                     context.stop = stop
                     context.meter = meter
+                    if run.resilience.rerun != "off":
+                        context.compute = Suspects(run.resilience)
                     startup.mark(startup.BUILDING)
                     _begin(context, splits, paths, progress)
                     trainer = Trainer(context, run_hooks(run, splits, paths, progress, writer))
@@ -111,6 +126,9 @@ def train(run: RunConfig, locate: Callable[[World], Paths], end: End) -> bool:
                     trainer.hooks.call("after_run", context)
     except RanksApart:
         return False
+    finally:
+        if writer is not None:
+            writer.kill()  # a failure before there was a hook that ends it
     return True
 
 
@@ -156,8 +174,12 @@ def run_hooks(
         Sample(splits, checkpoints, paths.checkpoint, progress),
         *optional.enabled(run, folder),
     ]
+    if run.log.sinks:
+        hooks.append(Sinks(run, folder))
     if run.resilience.replica_check_interval is not None:
         hooks.append(Replicas(run.resilience.replica_check_interval))
+    if run.resilience.straggler_interval is not None:
+        hooks.append(Stragglers(run.resilience))
     if run.trainer.profile_step:
         # first, so that the trace has the work of no other hook
         hooks.insert(0, Profile(folder, run.trainer.profile_step, run.trainer.profile_ranks))

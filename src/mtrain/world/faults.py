@@ -6,6 +6,7 @@ code that passes a moment calls `reach`. Importing this module does not import t
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -24,6 +25,8 @@ SPARE_BYTES = 256 << 20
 """The memory that a rank may still take after it ran out on purpose: it has to report that."""
 IN_COLLECTIVE_S = 0.1
 """Seconds in a collective after which a rank dies there."""
+FLIP = "flip"
+"""The first letters of kinds that flip a bit of a tensor, which `hooks.injected` does itself."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Kind:
     """The moment of a step at which it happens, as `reach` names it."""
     act: Callable[[], None]
     """The fault itself."""
+    lasts: bool = False
+    """True if it also happens in every later step, after a restart too."""
 
 
 def _send(number: signal.Signals) -> Callable[[], None]:
@@ -65,6 +70,20 @@ def _die_in_collective() -> None:
     distributed.barrier()  # the other ranks make another collective
 
 
+class _Slowness:
+    """Threefold time of this process: at each call it works twice as long as since the last one."""
+
+    def __init__(self) -> None:
+        self.since = math.inf
+
+    def __call__(self) -> None:
+        now = time.thread_time()
+        until = now + 2 * max(0.0, now - self.since)
+        while time.thread_time() < until:
+            pass
+        self.since = time.thread_time()
+
+
 KINDS = {
     "kill": Kind(FORWARD, _send(signal.SIGKILL)),
     "kill_backward": Kind(BACKWARD, _send(signal.SIGKILL)),
@@ -74,6 +93,10 @@ KINDS = {
     "stop": Kind(FORWARD, _send(signal.SIGSTOP)),
     "oom": Kind(FORWARD, _run_out_of_memory),
     "exit": Kind(FORWARD, lambda: os._exit(1)),
+    "flip_weight": Kind(FLIP, lambda: None),
+    "flip_activation": Kind(FLIP, lambda: None),
+    "flip_gradient": Kind(FLIP, lambda: None),
+    "slow": Kind(FORWARD, _Slowness(), lasts=True),
 }
 ALWAYS = "always:"
 FORM = re.compile(rf"({ALWAYS})?([a-z_]+)@(\d+)(?::(\d+))?")
@@ -89,7 +112,14 @@ class Fault:
     """The step during which it happens, from 1."""
     rank: int = 0
     always: bool = False
-    """True if it happens each time that the step is made, also after a restart."""
+    """True if it happens each time that the step is made, also after a restart, or if it is
+    computed again. A weight then keeps the flipped bit; otherwise the forward has it once.
+    """
+
+    @property
+    def lasts(self) -> bool:
+        """Return whether it also happens in every later step."""
+        return KINDS[self.kind].lasts
 
     def __str__(self) -> str:
         return f"{ALWAYS if self.always else ''}{self.kind}@{self.step}:{self.rank}"
@@ -102,10 +132,15 @@ def parse(text: str) -> tuple[Fault, ...]:
     Raises:
         ValueError: names the part that is no fault.
     """
-    return tuple(map(_parsed, text.split(",")))
+    return tuple(map(parsed, text.split(",")))
 
 
-def _parsed(text: str) -> Fault:
+def parsed(text: str) -> Fault:
+    """Return the fault of a text such as `kill@5:1`.
+
+    Raises:
+        ValueError: it is no fault.
+    """
     found = FORM.fullmatch(text)
     if found is None or found[2] not in KINDS or not int(found[3]):
         raise ValueError(f"{text} is no fault; faults are {', '.join(KINDS)}, at steps from 1")
@@ -114,7 +149,7 @@ def _parsed(text: str) -> Fault:
 
 def left(faults: Iterable[Fault], step: int) -> tuple[Fault, ...]:
     """Return the faults that may still happen in a run that failed while it made `step`."""
-    return tuple(fault for fault in faults if fault.always or fault.step > step)
+    return tuple(fault for fault in faults if fault.always or fault.lasts or fault.step > step)
 
 
 _armed: list[Fault] = []
@@ -122,7 +157,7 @@ _armed: list[Fault] = []
 
 def arm(texts: Iterable[str], rank: int) -> None:
     """Have this process, of `rank`, do its faults among those that `str` of them describes."""
-    _armed[:] = (fault for fault in map(_parsed, texts) if fault.rank == rank)
+    _armed[:] = (fault for fault in map(parsed, texts) if fault.rank == rank)
 
 
 def armed() -> bool:
@@ -130,12 +165,18 @@ def armed() -> bool:
     return bool(_armed)
 
 
+def flips() -> list[Fault]:
+    """Return the flips of bits that this process does."""
+    return [fault for fault in _armed if KINDS[fault.kind].moment == FLIP]
+
+
 def reach(moment: str, step: int | None = None) -> None:
     """Do the fault of this moment of a step, if there is one.
 
     `step` is for a process that makes no steps itself; None: the step that this process makes.
     """
+    now = heartbeat.step if step is None else step
     for fault in _armed:
         kind = KINDS[fault.kind]
-        if kind.moment == moment and fault.step == (heartbeat.step if step is None else step):
+        if kind.moment == moment and (fault.step == now or (fault.lasts and fault.step < now)):
             kind.act()

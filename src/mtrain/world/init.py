@@ -20,7 +20,7 @@ from mtrain.devices import registry
 from mtrain.devices.base import Device
 from mtrain.errors import BadEnvironment
 from mtrain.layout.grid import RankGrid, embedding_stages
-from mtrain.world import join
+from mtrain.world import abandon, join
 from mtrain.world.generators import seed_generators, tracker_of
 from mtrain.world.groups import check_groups, make_groups
 from mtrain.world.heartbeat import waiting
@@ -121,6 +121,8 @@ def joined(run: RunConfig) -> Iterator[World]:
         join.give_up(error)
         raise
     world = _join(run, RankEnv.here(), device)
+    if run.resilience.in_process:
+        abandon.enter(world.store)
     check_groups(world.rank, world.grid, world.embedding_stages)
     # Not in a `finally`: after an error, the barrier would wait for ranks that may be gone.
     yield world

@@ -190,6 +190,9 @@ class JoinAttempt:
         env = self.env
         if dist.is_initialized():
             return dist.distributed_c10d._get_default_store()
+        if _left is not None:
+            self.serves = env.serves
+            return _left
         if env.host is None:
             # A process without a launcher is a world of one rank, and needs no port.
             return dist.HashStore()
@@ -333,6 +336,8 @@ class JoinAttempt:
 
 _attempt: JoinAttempt | None = None
 _joined = False
+_left: dist.Store | None = None
+"""The store of the launch, for a rank that has left its world and joins again."""
 
 
 def arrive(join_timeout_s: float, end: End | None = None) -> JoinAttempt:
@@ -391,13 +396,19 @@ def together(run: RunConfig) -> dist.Store:
     Raises:
         Refused: the same on every rank: which ranks are absent, came twice, failed, or differ.
     """
-    global _attempt, _joined
+    global _attempt, _joined, _left
     announce(run)
     assert _attempt is not None
     store = _attempt.together()
+    _left = _attempt.store if run.resilience.in_process else None
     _attempt = None
     _joined = True
     return store
+
+
+def store_of_launch() -> dist.Store | None:
+    """Return the store of the launch, which outlives worlds; None before the first world."""
+    return _left
 
 
 def give_up(error: BaseException) -> bool:

@@ -8,15 +8,21 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from mtrain.world import fingerprints
 from mtrain.world import heartbeat as heartbeat_module
 from mtrain.world.heartbeat import heartbeat
 
 # The folder, in a run folder, where each rank records its failure, and its stacks when it hangs
 ERRORS = "errors"
-# The file whose frames stand between a wait and its caller
-NOTES_WAITS = heartbeat_module.__file__
+# The files whose frames stand between a wait and its caller
+NOTES_WAITS = (heartbeat_module.__file__, fingerprints.__file__)
 # The prefix of the names of watching threads, which do none of the work
 WATCHING = "mtrain "
+
+
+def stacks_name(rank: int) -> str:
+    """Return the name of the file that holds a rank's stacks."""
+    return f"stacks_rank_{rank:05d}.txt"
 
 
 def main_frame() -> FrameType | None:
@@ -39,7 +45,7 @@ def is_waiting(frame: FrameType | None) -> bool:
 def place(frame: FrameType | None) -> str:
     """Return the place of a frame, as `step.py:12 in forward`, without noting frames."""
     while (
-        frame is not None and frame.f_code.co_filename == NOTES_WAITS and frame.f_back is not None
+        frame is not None and frame.f_code.co_filename in NOTES_WAITS and frame.f_back is not None
     ):
         frame = frame.f_back
     if frame:

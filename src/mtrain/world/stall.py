@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mtrain.world.fingerprints import Fingerprint
+
 MAX_NAMED = 4
 # A number of calls that was not recorded
 UNKNOWN = -1
@@ -60,6 +62,8 @@ class Status:
     """Time since it made progress."""
     calls: Mapping[str, Calls] = field(default_factory=dict)
     """Calls by name of the process group, in a stall and where collectives are recorded."""
+    recent: tuple[Fingerprint, ...] = ()
+    """Its last collectives, the oldest first."""
 
     def text(self) -> str:
         """Return the status as JSON."""
@@ -70,7 +74,8 @@ class Status:
         """Return the status that `text` describes."""
         body = json.loads(text)
         calls = {name: Calls(**numbers) for name, numbers in body.pop("calls").items()}
-        return cls(**body, calls=calls)
+        recent = tuple(map(Fingerprint.of, body.pop("recent")))
+        return cls(**body, calls=calls, recent=recent)
 
     @property
     def who(self) -> str:
@@ -91,6 +96,13 @@ class Finding:
     """The number of findings in this stall, including this one."""
     rank: int | None = None
     """The straggler; None: there are several, or it is unknown."""
+    collectives: str = ""
+    """The collective of each rank, in words, or those that differ."""
+
+    @property
+    def words(self) -> str:
+        """Return the straggler and the collectives, in words."""
+        return "; ".join(filter(None, (self.straggler, self.collectives)))
 
     def text(self) -> str:
         """Return the finding as JSON."""

@@ -13,7 +13,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,18 @@ from torch.distributed import PrefixStore, Store
 from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError, say_page
-from mtrain.world import stacks, stall
+from mtrain.world import fingerprints, stacks, stall
+from mtrain.world.abandon import FAILED, WATCH, abandon
+from mtrain.world.fingerprints import Fingerprint, Memory, Ring
 from mtrain.world.heartbeat import heartbeat, noting_waits
 from mtrain.world.init import World
 from mtrain.world.rank_env import End, RankEnv
+from mtrain.world.stacks import stacks_name
 from mtrain.world.stall import Finding, Recorder, Status
 
 SILENT_TICKS = 10
+RECENT = 8
+"""Collectives that a rank publishes, for ranks of other machines."""
 # The largest share of the soft timeout that one tick counts, as after a suspension
 LONGEST_TICK = 0.25
 
@@ -41,12 +46,13 @@ def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[N
 
     `folder` gets the stacks and the record of torch's flight recorder. After
     `trainer.soft_timeout_s` without progress on any rank, each rank writes its own, and one names
-    the straggler; after `trainer.timeout_s`, `end` gets a TrainingError that names it again.
+    the straggler; after `trainer.timeout_s`, `end` gets a TrainingError that names it again. Both
+    say in which collective each rank is.
     """
     watchdog = Watchdog(run, world, folder, end)
     watchdog.start()
     try:
-        with noting_waits():
+        with noting_waits(), fingerprints.recording(watchdog.ring):
             yield
     except Exception:
         # Another rank ended because of the same stall a moment earlier. This rank is about to
@@ -56,11 +62,6 @@ def watching(run: RunConfig, world: World, folder: Path, end: End) -> Iterator[N
         raise
     finally:
         watchdog.stop()
-
-
-def stacks_name(rank: int) -> str:
-    """Return the name of the file that holds a rank's stacks."""
-    return f"stacks_rank_{rank:05d}.txt"
 
 
 def flight_name(rank: int) -> str:
@@ -84,11 +85,15 @@ class Watchdog:
         # A rank counts as silent only after silent_s, so comparing begins that much before the
         # report.
         self.alert_s = max(2 * self.tick_s, self.soft_s - self.silent_s - 2 * self.tick_s)
+        self.wakes = run.resilience.in_process
+        """True if a failure of another rank ends what this one waits for."""
         self.idle_s = 0.0
         """Time since this rank made progress."""
         self.reported = False
         self.over = threading.Event()
         self.recorder = Recorder(world.torch_device, world.rank)
+        self.memory = Memory.here()
+        self.ring = Ring(self.memory, world.local_rank, ahead=world.device.runs_ahead)
         self.wire = Wire(self)
         self.file: TextIO | None = None
         work = {"watchdog": self._watch, "heartbeat": self.wire.talk}
@@ -148,7 +153,7 @@ class Watchdog:
             if speaks:
                 _say(
                     f"warning: no progress for {finding.idle_s:.1f} s"
-                    f" (trainer.soft_timeout_s={self.soft_s:g}): {finding.straggler};"
+                    f" (trainer.soft_timeout_s={self.soft_s:g}): {finding.words};"
                     f" stacks of every rank: {files}; the run ends after {self.hard_s:g} s"
                     " (trainer.timeout_s)"
                 )
@@ -156,7 +161,7 @@ class Watchdog:
         if finding.idle_s >= self.hard_s:
             text = (
                 f"no progress for {finding.idle_s:.1f} s (trainer.timeout_s={self.hard_s:g}):"
-                f" {finding.straggler}; stacks: {files}{self._advice()}"
+                f" {finding.words}; stacks: {files}{self._advice()}"
             )
             error = TrainingError(text)
             error.rank = finding.rank
@@ -190,7 +195,24 @@ class Watchdog:
         found = Finding(self.idle_s, straggler, first, 0, None if env.launcher_serves else 0)
         if finding is not None:
             found = replace(found, straggler=finding.straggler, rank=finding.rank)
-        return found, rank == first
+        return replace(found, collectives=self.collectives({})[0]), rank == first
+
+    def collectives(self, known: Mapping[int, Status]) -> tuple[str, int | None]:
+        """Return in words in which collective each rank is, and a rank that made another one than
+        all the others.
+
+        `known` are statuses, of which those of stopped ranks are old. The memory of this machine is
+        exact.
+        """
+        calls: dict[int, Sequence[Fingerprint]] = {r: s.recent for r, s in known.items()}
+        if self.memory.shared:
+            env = RankEnv.here()
+            first = env.rank - env.local_rank
+            calls |= {first + place: self.memory.read(place) for place in range(env.local_size)}
+        if not any(calls.values()):
+            return "", None
+        words, culprit = fingerprints.disagreement(calls)
+        return words or fingerprints.places(calls), culprit
 
     def _write_stacks(self, finding: Finding) -> None:
         title = (
@@ -198,6 +220,7 @@ class Watchdog:
         )
         with suppress(OSError):
             stacks.write(self.folder / stacks_name(self.world.rank), title)
+            fingerprints.write(self.folder, self.world.rank, self.memory.read(self.ring.place))
 
 
 class Wire:
@@ -224,9 +247,12 @@ class Wire:
             RuntimeError
         ):  # torch's error for a lost store; the clock notices the silence
             # A call on this connection may block for ever, so no other thread shares it.
-            store = PrefixStore("watch", self.world.store.clone())  # type: ignore[attr-defined]
+            store = PrefixStore(WATCH, self.world.store.clone())  # type: ignore[attr-defined]
             while not self.watchdog.over.wait(self.watchdog.tick_s):
                 self._publish(store)
+                over = self.watchdog.wakes and store.check([FAILED])
+                if over and not self.watchdog.over.is_set():
+                    abandon(first=False)
                 if self.watchdog.idle_s >= self.watchdog.alert_s:
                     self._look(store)
                 elif self.stall is not None:
@@ -249,6 +275,7 @@ class Wire:
             place=stacks.place(frame),
             idle_s=self.watchdog.idle_s,
             calls=calls,
+            recent=tuple(self.watchdog.memory.read(self.watchdog.ring.place)[-RECENT:]),
         )
         store.set(f"status/{status.rank}", status.text())
 
@@ -299,7 +326,15 @@ class Wire:
         number = self.finding.number + 1 if self.finding else 1
         straggler = stall.name_straggler(known, silent, self.world.size)
         behind = stall.straggler_of(known, silent, self.world.size)
-        return Finding(stall.idle_s(known, silent), straggler, self.world.rank, number, behind)
+        collectives, culprit = self.watchdog.collectives(known)
+        return Finding(
+            stall.idle_s(known, silent),
+            straggler,
+            self.world.rank,
+            number,
+            behind if culprit is None else culprit,
+            collectives,
+        )
 
     def _recover(self, store: Store) -> None:
         """End the stall on this rank; the observer makes way for the next stall's."""

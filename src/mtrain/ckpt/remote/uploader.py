@@ -119,6 +119,8 @@ class Uploader:
                 place = Place(self.url)
                 self._look(place)
                 if path.name in self._there:
+                    # The process before this one may have ended before it deleted older ones.
+                    self._prune()
                     return True
                 for name in sorted(self._left, reverse=True):
                     (place / name).remove(list((place / name).sizes()))

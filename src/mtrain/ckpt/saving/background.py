@@ -11,6 +11,7 @@ rank learns of the end of a save from `poll`, once per step.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -270,10 +271,20 @@ class BackgroundSaves:
                     f" {self._world.rank} (process {self._writer.pid}) {how}"
                 )
 
-    def finish(self) -> None:
+    def finish_alone(self, limit_s: float) -> None:
+        """Wait for the end of the save under way, where the ranks failed and meet no more.
+
+        It can be committed if every rank has begun it: what each has copied, its writer has.
+        """
+        if self._pending is not None:
+            self.finish(limit_s)
+        else:
+            self._announce(self._number + 1, "a rank failed before its part was copied")
+
+    def finish(self, limit_s: float = math.inf) -> None:
         """Wait until this rank has done its part of the save under way: rank 0 until the commit.
 
-        It ends early where the save failed; see `problem`.
+        It ends early where the save failed, see `problem`, and after `limit_s`.
         """
         self.secured()
         pending = self._pending
@@ -281,8 +292,9 @@ class BackgroundSaves:
             return
         asked = 0.0
         pause_s = STORE_S * max(1.0, self._ranks.size / FEW)
+        deadline = time.monotonic() + limit_s
         with waiting():
-            while not self.problem:
+            while not self.problem and time.monotonic() < deadline:
                 self.poll()
                 if pending.committed or (self._ranks.rank and pending.written is not None):
                     return
@@ -392,8 +404,11 @@ class BackgroundSaves:
     def fail(self, text: str) -> None:
         """Note a failure, for this rank and for the others, which may wait for its files."""
         self.problem = text
+        self._announce(self._number, text)
+
+    def _announce(self, number: int, text: str) -> None:
         with suppress(RuntimeError):  # a store that is gone: the run ends anyway
-            self._ranks.store.set(f"save/{self._number}/failed", text)
+            self._ranks.store.set(f"save/{number}/failed", text)
 
     def _hear_others(self, pending: _Pending) -> None:
         key = f"save/{pending.number}/failed"

@@ -53,6 +53,7 @@ class WriterProcess:
         finally:
             theirs.close()
         self.channel = Channel(mine)
+        self._given_back = False
         self._seen = (-1, time.monotonic())
         """The last count of signs of life, and when it changed."""
 
@@ -105,13 +106,17 @@ class WriterProcess:
         return found
 
     def kill(self) -> None:
-        """End it at once, whatever it does, and give everything back."""
+        """End it at once, whatever it does, and give everything back, once."""
+        if self._given_back:
+            return
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._collect()
 
     def close(self) -> None:
         """Let it end: it has nothing left to do."""
+        if self._given_back:
+            return
         self.channel.close()
         deadline = time.monotonic() + SILENT_S
         while self._process.returncode is None and time.monotonic() < deadline:
@@ -127,6 +132,7 @@ class WriterProcess:
                 self._process.returncode = os.waitstatus_to_exitcode(status)
         self.channel.close()
         self.memory.close()
+        self._given_back = True
 
 
 def _state(pid: int) -> str:

@@ -25,7 +25,14 @@ from mtrain.config.compose.overrides import Overrides, read_overrides
 from mtrain.config.compose.paths import folders, user_path
 from mtrain.config.compose.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.compose.replaced import Replaced, brought, entries_of, layer
-from mtrain.config.compose.write_paths import KEYS, foreign_launcher, foreign_remote, strays
+from mtrain.config.compose.write_paths import (
+    HOOKS,
+    KEYS,
+    foreign_hooks,
+    foreign_launcher,
+    foreign_remote,
+    strays,
+)
 from mtrain.config.compose.yaml_reader import Document, filled, load
 from mtrain.config.disk.files import read_text
 from mtrain.config.messages.keys import is_under_a_value
@@ -479,8 +486,12 @@ class _Composition:
         said = {key: origins.of(key) for key in KEYS if origins.of(key).rpartition(":")[0] in files}
         base = user_path(self.overrides.run) if self.overrides.run else None
         own = partial(self._own_file, "launch")
+        found = strays(run, said, base)
+        # The file of a run has the hooks that a command line named once.
+        if base is None:
+            found += foreign_hooks(run, origins.of(HOOKS), files)
         return [
-            *strays(run, said, base),
+            *found,
             *foreign_launcher(run, origins.of, own, self.sources),
             *foreign_remote(run, origins.of, partial(self._own_file, "checkpoint"), base),
         ]

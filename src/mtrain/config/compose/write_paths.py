@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from mtrain.config.compose.dump import override
@@ -23,6 +23,7 @@ CACHE = "data.cache_dir"
 LOCAL = "checkpoint.local_dir"
 REMOTE = "checkpoint.remote"
 RESUME = "checkpoint.resume"
+HOOKS = "log.hooks"
 # Keys that decide where something is written, and the contents.
 KEYS = {
     RUNS: "run folders",
@@ -131,6 +132,16 @@ def foreign_remote(
     if base is not None and address == _address_of(user_path(str(base)).parent):
         return []
     return [Problem("MT458", REMOTE, address, "", override(REMOTE, address), origin_of(REMOTE))]
+
+
+def foreign_hooks(run: UnresolvedRun, origin: str, files: Collection[str]) -> list[Problem]:
+    """Return a problem if hooks, which are code, are enabled by one of `files`, which somebody else
+    may have written; `origin` is that of the key.
+    """
+    if not run.log.hooks or origin.rpartition(":")[0] not in files:
+        return []
+    value = list(run.log.hooks)
+    return [Problem("MT523", HOOKS, value, "", override(HOOKS, value), origin)]
 
 
 def _plain(value: object) -> object:

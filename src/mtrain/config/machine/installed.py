@@ -46,6 +46,19 @@ Kind = TypeVar("Kind")
 # Entry points of hooks (`mtrain.train.hooks.base.Hook`), which `log.hooks` enables by name.
 HOOKS = "mtrain.hooks"
 SHIPPED_HOOKS = "mtrain.train.hooks.optional"
+# Entry points of sinks (`mtrain.events.sink.Sink`), which `log.sinks` enables by name.
+SINKS = "mtrain.sinks"
+SHIPPED_SINKS = "mtrain.train.sinks"
+# A shipped sink -> the modules that its extra, of the same name, installs
+SINK_MODULES = {
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy"),
+    "prometheus": ("prometheus_client",),
+    "swanlab": ("swanlab",),
+    "trackio": ("trackio",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+}
 # Entry points of losses (`mtrain.train.objectives.Objective`), which `trainer.objective` names.
 OBJECTIVES = "mtrain.objectives"
 SHIPPED_OBJECTIVES = "mtrain.train.objectives"
@@ -62,6 +75,19 @@ def names(package: str, group: str) -> list[str]:
     """Return the names of all parts of a kind: the shipped ones, then those of plug-ins."""
     own = shipped(package)
     return [*own, *sorted(found(group).keys() - set(own))]
+
+
+def has_sink(name: str) -> bool:
+    """Return whether the modules that a sink needs are there; none is imported, apart from the
+    packages around them.
+    """
+    for module in SINK_MODULES.get(name, ()):
+        try:
+            if find_spec(module) is None:
+                return False
+        except ModuleNotFoundError:
+            return False
+    return True
 
 
 def found(group: str) -> dict[str, EntryPoint]:

@@ -1,8 +1,8 @@
-"""Rules about installed software: hooks, objectives, and the release of megatron-core."""
+"""Rules about installed software: hooks, sinks, objectives, and the release of megatron-core."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 from mtrain.config.engine import release as engine
@@ -22,19 +22,53 @@ OBJECTIVE = "trainer.objective"
 def known_hooks(run: RunConfig) -> Iterator[Finding]:
     """Cannot enable these hooks because each must be installed and named once."""
     # A scan of installed packages takes longer than all other rules.
-    if not run.log.hooks:
+    if run.log.hooks:
+        names = installed.names(installed.SHIPPED_HOOKS, installed.HOOKS)
+        yield from _named("MT126", "log.hooks", "hook", run.log.hooks, names, installed.HOOKS)
+
+
+@rule(Code("MT520", example="log.sinks=[wandbb]"), reads="log.sinks", disk=True)
+def known_sinks(run: RunConfig) -> Iterator[Finding]:
+    """Cannot send to these sinks because each must be known and named once."""
+    if run.log.sinks:
+        names = installed.names(installed.SHIPPED_SINKS, installed.SINKS)
+        yield from _named("MT520", "log.sinks", "sink", run.log.sinks, names, installed.SINKS)
+
+
+@rule(
+    Code(
+        "MT522",
+        help="Install the extra that the message names, or remove the sink.",
+        says="wandb, mlflow",
+    ),
+    reads="log.sinks",
+    disk=True,
+)
+def installed_sinks(run: RunConfig) -> Iterator[Finding]:
+    """Cannot send to a sink because its library is not installed."""
+    missing = [name for name in dict.fromkeys(run.log.sinks) if not installed.has_sink(name)]
+    if missing:
+        hint = f"pip install 'mtrain[{','.join(missing)}]'"
+        others = [[name for name in run.log.sinks if name not in missing]]
+        fixes = each("log.sinks", others)
+        detail = ", ".join(missing)
+        yield Finding("MT522", "log.sinks", detail, fixes, hint=hint, lacks="device")
+
+
+def _named(
+    code: str, key: str, kind: str, given: Sequence[str], names: Sequence[str], group: str
+) -> Iterator[Finding]:
+    """Yield a finding unless each of `given` is one of `names`, and there once."""
+    unknown = [name for name in given if name not in names]
+    if not unknown and len(set(given)) == len(given):
         return
-    names = installed.names(installed.SHIPPED_HOOKS, installed.HOOKS)
-    unknown = [name for name in run.log.hooks if name not in names]
-    if not unknown and len(set(run.log.hooks)) == len(run.log.hooks):
-        return
-    known = tuple(dict.fromkeys(name for name in run.log.hooks if name in names))
+    known = tuple(dict.fromkeys(name for name in given if name in names))
     near = get_close_matches(unknown[0], names, n=1) if unknown else []
     # The corrected name comes first, then the list without the unknown one.
     fixes = [[*known]] if not near else [[*dict.fromkeys((*known, *near))], [*known]]
-    problem = f"no hook is called {unknown[0]}" if unknown else "one is named twice"
-    detail = f"{problem}; hooks here: {', '.join(names)}; a package adds one as {installed.HOOKS}"
-    yield Finding("MT126", "log.hooks", detail, each("log.hooks", fixes))
+    problem = f"no {kind} is called {unknown[0]}" if unknown else "one is named twice"
+    detail = f"{problem}; {kind}s here: {', '.join(names)}; a package adds one as {group}"
+    yield Finding(code, key, detail, each(key, fixes))
 
 
 @rule("MT127", reads=OBJECTIVE, disk=True)

@@ -33,7 +33,15 @@ class LogConfig(Section):
         default=(), strict=False
     )
     """Hooks that run around steps, by name. Among those that ship, `garbage` collects Python's
-    garbage at the same steps on every rank, `tensorboard` writes metrics as event files, and
-    `loss_spikes` stops a run whose loss stays high. Installed packages publish others under the
-    entry point group `mtrain.hooks`.
+    garbage at the same steps on every rank, and `loss_spikes` stops a run whose loss stays high.
+    Installed packages publish others under the entry point group `mtrain.hooks`.
     """
+    sinks: tuple[Annotated[str, Field(pattern=NAME, max_length=200)], ...] = Field(
+        default=(), strict=False
+    )
+    """Places that rank 0 sends the numbers of steps and evaluations to: tensorboard, wandb, mlflow,
+    swanlab, trackio, prometheus, otel. Each needs the package's extra of its name. Installed
+    packages publish others under the entry point group `mtrain.sinks`.
+    """
+    prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
+    """The port on 127.0.0.1 at which the sink prometheus answers."""

@@ -306,18 +306,17 @@ class MegatronSamples(Samples):
         vocabulary.
         """
         out = np.empty((len(numbers), self.seq_length + 1), np.int64)
-        for row, number in zip(out, np.asarray(numbers, np.int64) % self._count, strict=True):
-            row[:] = self.dataset.tokens[self._tokens_of(int(number))]
+        for row, number in zip(out, numbers, strict=True):
+            row[:] = self.dataset.tokens[self.tokens_of(int(number))]
         if len(out) and (out.min() < 0 or out.max() >= self.vocab_size):
             row, column = np.argwhere((out < 0) | (out >= self.vocab_size))[0]
             number = int(numbers[row])
-            raise self._outside(
-                int(self._tokens_of(number % self._count)[column]), f"{self.name} sample {number}"
-            )
+            raise self._outside(int(self.tokens_of(number)[column]), f"{self.name} sample {number}")
         return out
 
-    def _tokens_of(self, number: int) -> np.ndarray:
+    def tokens_of(self, number: int) -> np.ndarray:
         """Return the place in the corpus of each token of a sample; int64 [seq_length + 1]."""
+        number %= self._count
         need = self.seq_length + 1
         dataset = self.dataset
         place = int(self._shuffled[number]) * self.seq_length

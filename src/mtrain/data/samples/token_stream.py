@@ -162,6 +162,10 @@ class Samples:
             places[rows] = shift + permutation(places[rows]) * self.seq_length
         return self.first + places
 
+    def tokens_of(self, number: int) -> np.ndarray:
+        """Return the place in the corpus of each token of a sample; int64 [seq_length + 1]."""
+        return self.starts([number])[0] + np.arange(self.seq_length + 1)
+
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return tokens of the samples with these numbers; int64 [n, seq_length + 1].
 

@@ -23,6 +23,13 @@ class Hook:
 
     A package publishes a subclass under the entry point group `mtrain.hooks`, and `log.hooks` names
     it. All methods do nothing unless they are overridden.
+
+    A method runs on every rank, in the main thread, between two pieces of work of the device, and
+    its time is a part of the run's: a rank that is slow holds up all others. Reading a tensor of
+    the device, other than in `after_step` and later moments, makes the host wait for the device.
+    Only a hook with `collective` may call functions of `torch.distributed`, in the same order on
+    every rank. Writing files is for one rank, `context.world.is_rank0`. Nothing may change the
+    weights, the optimizer or the samples: a resumed run would differ.
     """
 
     collective = False
@@ -52,6 +59,12 @@ class Hook:
         """
         return False
 
+    def before_step(self, context: TrainContext) -> None:
+        """Act before step `context.state.step + 1` is launched.
+
+        The device may still work on earlier steps.
+        """
+
     def before_update(self, context: TrainContext) -> None:
         """Act between backward and the update: gradients are added over micro-batches and ranks.
 
@@ -66,6 +79,9 @@ class Hook:
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Act after a step; several steps may be reported at once, in order: see `waits_for`."""
+
+    def after_evaluation(self, context: TrainContext, loss: float) -> None:
+        """Act after an evaluation of the model after step `context.state.step`, with its loss."""
 
     def saved(self, context: TrainContext, path: Path) -> None:
         """Act after a checkpoint was committed at `path`, on every rank."""
@@ -99,6 +115,8 @@ class HookList(Moments):
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         self.hooks = tuple(hooks)
+        self.before = [hook for hook in hooks if _overrides(hook, "before_step")]
+        """Hooks that act before steps: the others cost a step nothing."""
         self.failed: list[Hook] = []
 
     def call(self, moment: str, context: TrainContext, *args: object, **kwargs: object) -> None:
@@ -129,6 +147,11 @@ class HookList(Moments):
             if before is not None:
                 context.meter.enter(before)
 
+    def before_step(self, context: TrainContext) -> None:
+        """Call the moment before a step."""
+        for hook in self.before:
+            self.call_one(hook, "before_step", context)
+
     def waits_for(self, context: TrainContext, step: int) -> bool:
         """Return whether any hook acts right after a step."""
         return any(hook.waits_for(context, step) for hook in self.hooks)
@@ -143,6 +166,10 @@ class HookList(Moments):
         for hook in self.hooks:
             if _name(hook) in states:
                 hook.load_state_dict(states[_name(hook)])
+
+
+def _overrides(hook: Hook, moment: str) -> bool:
+    return getattr(type(hook), moment) is not getattr(Hook, moment)
 
 
 def _name(hook: Hook) -> str:

@@ -149,11 +149,17 @@ class Checkpoints(Hook):
             ckpt_local.clear(self.local)
 
     def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
-        """Save the steps since the last checkpoint, if there are any."""
+        """Save the steps since the last checkpoint, if there are any.
+
+        Where this process restarts and the state cannot be saved, let the writers commit the save
+        that is staged in memory.
+        """
         if saveable:
             self._settle(context)
             if self.saved_step != context.state.step:
                 self._save(context, last=True)
+        elif self.saves is not None and context.run.resilience.in_process:
+            self.saves.finish_alone(context.run.checkpoint.barrier_timeout_s)
 
     def close(self) -> None:
         """End the writer."""

@@ -105,6 +105,7 @@ class Evaluation(Hook):
         self.last = (context.state.step, loss)
         metrics = {"valid_loss": loss, "valid_samples": samples, "valid_tokens": tokens}
         context.hooks.log(context, context.state.step, metrics)
+        context.hooks.call("after_evaluation", context, loss)
         self.progress.note(_line(context, loss, samples))
 
 

@@ -1,67 +1,130 @@
-"""A line of JSON per step and per evaluation in `metrics.jsonl`."""
+"""The event stream of a run, and `metrics.jsonl`, which is made of it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from mtrain import strict_json
+import mtrain
+from mtrain import errors, strict_json
+from mtrain.ckpt.folder import step_of
 from mtrain.config.compose.paths import METRICS
-from mtrain.errors import warn
+from mtrain.errors import Preempted
+from mtrain.events import log
+from mtrain.events.log import Journal, Writer
+from mtrain.events.read import parsed
+from mtrain.goodput.meter import EVALUATING, SAVING
 from mtrain.plan.compare import lines_of
-from mtrain.train.hooks.base import Hook
+from mtrain.train.hooks.base import Hook, reason
 from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.interruptions import SAVE
+from mtrain.train.loop.result import StepResult
+
+RESTARTS = "restarts.jsonl"
+GRACE_S = 0.02
+"""Seconds that a step waits for its line, so that a killed process leaves it behind."""
+SAVE_S = 5.0
+"""The same before a save: a run that resumes from it does not make the step again."""
 
 
 class Metrics(Hook):
-    """One line of JSON per step in `metrics.jsonl`, written by rank 0.
+    """Events of the run in `events/`, and of those one line per step and evaluation in
+    `metrics.jsonl`, written by a thread of rank 0.
 
     Keys: time (when the line was written, RFC 3339 in UTC), step, loss, grad_norm, lr, tokens
     (predictions that count), batch_size, samples (consumed so far), tokens_per_s (tokens without
     padding, predicted from or not), step_s and its parts data_s, forward_backward_s, optimizer_s;
     data_wait_s, the part of data_s in which the host waited for samples, and data_wait_share, its
-    share of the step; model_flops of these tokens, each document as long as it is, by the causal
-    count, tflops_per_rank, and, where the cluster states a peak, mfu (causal) and mfu_full
-    (attention counted in full), of the peak of the format that linear layers multiply in; where
-    weights have another, mfu_bf16 or mfu_fp16 of its peak. Where samples may be padded:
-    padding_share, of their positions. Further metrics of the objective: z_loss with
-    `trainer.z_loss_coeff` (no part of loss), token_accuracy with `log.token_accuracy`. fp16:
-    loss_scale, and skipped where the update was; the norm of a gradient that overflowed is null, as
-    is every number that is not finite. `hooks.planned` adds what was planned of the step. Lines of
-    an evaluation have time, step, valid_loss, and valid_samples and valid_tokens, which it is over.
+    share of the step; own_s, the part of step_s in which rank 0 did not wait for other ranks, with
+    `resilience.straggler_interval` in the steps that are timed; model_flops of these tokens, each
+    document as long as it is, by the causal count, tflops_per_rank, and, where the cluster states a
+    peak, mfu (causal) and mfu_full (attention counted in full), of the peak of the format that
+    linear layers multiply in; where weights have another, mfu_bf16 or mfu_fp16 of its peak. Where
+    samples may be padded: padding_share, of their positions. Further metrics of the objective:
+    z_loss with `trainer.z_loss_coeff` (no part of loss), token_accuracy with `log.token_accuracy`.
+    fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
+    null, as is every number that is not finite. `hooks.planned` adds what was planned of the step.
+    Lines of an evaluation have time, step, valid_loss, and valid_samples and valid_tokens, which it
+    is over.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.path = folder / METRICS
-        self.file: TextIO | None = None
+        self.writer: Writer | None = None
         self.known: set[tuple[int, str]] = set()
         """Steps and evaluations that a resumed run has lines of."""
+        self.charged: dict[str, float] = {}
+        """Seconds of evaluation and of saves that events have."""
+        self.end = {"how": "failed"}
+        self.step = 0
 
     def start(self, context: TrainContext) -> None:
-        """Open the file; after a resume, without the lines of steps that are made again."""
+        """Open the files; after a resume, `metrics.jsonl` without the lines of steps that are made
+        again.
+        """
         if not context.world.is_rank0:
             return
-        kept = [line for line in lines_of(self.path) if line["step"] <= context.state.step]
+        self.step = context.state.step
+        kept = [line for line in lines_of(self.path) if line["step"] <= self.step]
         for line in kept:
             self.known |= {(line["step"], key) for key in line if _identifies(key)}
         # Write a copy and rename it: a run that is killed here keeps the lines that it had.
         draft = self.path.with_suffix(".draft")
         draft.write_text("".join(strict_json.dumps(line) + "\n" for line in kept))
         draft.replace(self.path)
-        self.file = self.path.open("a")
+        before = log.attempts(self.folder)
+        stream = log.next_attempt(self.folder)
+        journals = [Journal(stream, lambda event: event), Journal(self.path, log.metrics_line)]
+        self.writer = Writer(journals)
+        restarts = _restarts(self.folder)
+        facts = {"attempt": int(stream.stem), "version": mtrain.__version__}
+        facts |= {"ranks": context.world.size, "restarts": len(restarts)}
+        self.writer.put(log.START, self.step, **facts)
+        for body in restarts[_recorded(before) :]:
+            self.writer.put(log.RESTART, body["step"], facts=body)
+        errors.listeners.append(self._warned)
+        # Sinks need the first line: it tells which steps of earlier attempts are made again.
+        self.writer.settle(GRACE_S)
 
     def log(self, context: TrainContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Write a line, unless a resumed run has this evaluation already."""
-        if any((step, key) in self.known for key in metrics if _identifies(key)):
+        if self.writer is None or any((step, k) in self.known for k in metrics if _identifies(k)):
             return
-        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        text = strict_json.dumps({"time": now, "step": step, **metrics}) + "\n"
-        if self.file is not None:
-            self._try(lambda: self._append(text))
+        self.step = step
+        values = {name: value for name, value in metrics.items() if name != "step"}
+        if "lr" in metrics:
+            self.writer.put(log.STEP, step, values=values)
+        else:
+            seconds = self._seconds(context, EVALUATING)
+            self.writer.put(log.EVALUATION, step, values=values, seconds=seconds)
+
+    def after_step(self, context: TrainContext, result: StepResult) -> None:
+        """Wait for a moment until lines are written: what is saved next has them."""
+        if self.writer is None or result.step != context.state.step:
+            return
+        interval = context.run.checkpoint.save_interval
+        saves = bool(context.by_time.now & SAVE) or (interval and result.step % interval == 0)
+        self.writer.settle(SAVE_S if saves else GRACE_S)
+
+    def saved(self, context: TrainContext, path: Path) -> None:
+        """Note a checkpoint, with the seconds that the loop waited for it."""
+        if self.writer is not None:
+            seconds = self._seconds(context, SAVING)
+            self.writer.put(log.CHECKPOINT, step_of(path), name=path.name, seconds=seconds)
+
+    def finish(self, context: TrainContext) -> None:
+        """Note that the run came to an end, of its own or on request."""
+        finished = context.state.step >= context.run.trainer.steps
+        self.end = {"how": "finished" if finished else "stopped"}
+
+    def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
+        """Note the error that ends the run."""
+        how = "stopped" if isinstance(error, Preempted) else "failed"
+        self.end = {"how": how, "why": reason(error)}
 
     def owes(self, step: int, name: str) -> bool:
         """Return whether a resumed run made a step and did not evaluate after it; only rank 0
@@ -70,40 +133,44 @@ class Metrics(Hook):
         return (step, "lr") in self.known and (step, f"{name}_loss") not in self.known
 
     def close(self) -> None:
-        """Close the file once it is on disk."""
-        if self.file is not None:
-            self._try(self._sync)
-        self._release()
+        """Close the files once they are on disk."""
+        if self.writer is not None:
+            writer = self.writer
+            self.writer = None
+            errors.listeners.remove(self._warned)
+            writer.put(log.END, self.step, **self.end)
+            writer.close()
 
-    def _append(self, text: str) -> None:
-        assert self.file is not None
-        self.file.write(text)
-        # Unflushed, the lines of a run that is killed would be lost, and its checkpoint not.
-        self.file.flush()
+    def _warned(self, text: str) -> None:
+        if self.writer is not None:
+            self.writer.put(log.WARNING, self.step, text=text)
 
-    def _sync(self) -> None:
-        assert self.file is not None
-        self.file.flush()
-        os.fsync(self.file.fileno())
+    def _seconds(self, context: TrainContext, cause: str) -> float:
+        """Return the seconds that were charged to a cause since the last event of it."""
+        total = context.meter.sign().seconds[cause]
+        spent = total - self.charged.get(cause, 0.0)
+        self.charged[cause] = total
+        return round(spent, 6)
 
-    def _try(self, work: Callable[[], None]) -> None:
-        """Work on the file; if that fails, warn and write no more: a run is worth more than its
-        log.
-        """
-        try:
-            work()
-        except OSError as error:
-            warn(
-                f"{self.path} cannot be written ({error.strerror or error}); training goes on"
-                " without it"
-            )
-            self._release()
 
-    def _release(self) -> None:
-        if self.file is not None:
-            with suppress(OSError):  # what could not be written is still in its buffer
-                self.file.close()
-            self.file = None
+def _restarts(home: Path) -> list[dict[str, Any]]:
+    """Return the lines that the launcher wrote of this run's restarts."""
+    found = []
+    with suppress(OSError):
+        for line in (home / RESTARTS).read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+    return [body for body in found if isinstance(body, dict) and isinstance(body.get("step"), int)]
+
+
+def _recorded(before: list[Path]) -> int:
+    """Return the number of restarts that the attempts before this one knew of."""
+    for file in reversed(before):
+        with suppress(OSError), file.open("rb") as stream:
+            event = parsed(stream.readline())
+            if event is not None and isinstance(event.get("restarts"), int):
+                return int(event["restarts"])
+    return 0
 
 
 def _identifies(key: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from mtrain.errors import TrainingError
+from mtrain.errors import DeviceFault
 from mtrain.mcore import api as mcore
 from mtrain.mcore.state.local_params import local_params
 from mtrain.train.hooks.base import Hook
@@ -59,25 +59,36 @@ class Replicas(Hook):
         """Compare at the interval the weights that the step has used.
 
         Raises:
-            TrainingError: replicas differ; the same on every rank.
+            DeviceFault: replicas differ; the same on every rank.
         """
         step = context.state.step + 1
         if step % self.interval:
             return
-        begin_phase("comparing replicas")
-        with torch.no_grad():
-            problems = [
-                _problem(context.world, step, kind, group, weights)
-                for kind, group, weights in _replicated(context)
-            ]
-        # Ranks of other groups have to end, too, and for the same reason.
-        found = context.world.first_problem(next(filter(None, problems), ""))
-        if found:
-            rank, text = found.split("\n")
-            error = TrainingError(f"step {step}: {text}; nothing of this step is saved")
-            error.rank = int(rank) if rank else None
-            error.shared = True
-            raise error
+        found = compared(context, step)
+        if found is not None:
+            rank, text = found
+            raise DeviceFault.of(f"step {step}: {text}; nothing of this step is saved", rank)
+
+
+def compared(context: TrainContext, step: int) -> tuple[int | None, str] | None:
+    """Compare the weights of all replicas, on all ranks together.
+
+    Returns:
+        None if they are equal; otherwise the rank at fault, if a majority names one, and a
+        sentence. The same on every rank.
+    """
+    begin_phase("comparing replicas")
+    with torch.no_grad():
+        problems = [
+            _problem(context.world, step, kind, group, weights)
+            for kind, group, weights in _replicated(context)
+        ]
+    # Ranks of other groups have to end, too, and for the same reason.
+    found = context.world.first_problem(next(filter(None, problems), ""))
+    if not found:
+        return None
+    rank, text = found.split("\n")
+    return int(rank) if rank else None, text
 
 
 def _replicated(

@@ -54,6 +54,10 @@ class TrainContext:
     """A function that runs the micro-batches of a step, with the arguments of `run_schedule`; None:
     the pipeline of `run_pipeline`.
     """
+    compute: Callable[..., list[torch.Tensor]] | None = None
+    """A function that computes the gradients of a step, with the arguments of `step.gradients`;
+    None: that one.
+    """
     stop: StopRequest = field(default_factory=StopRequest)
     """Requests to stop that this rank got."""
     stops: bool = False
@@ -69,6 +73,15 @@ class TrainContext:
     def stop_requested(self) -> bool:
         """Return whether this rank got a request to stop."""
         return self.stop.requested
+
+    @property
+    def times_own(self) -> bool:
+        """Return whether the time is counted in which ranks work themselves in the next step."""
+        every = self.run.resilience.straggler_interval
+        # Each collective takes two events of the device, which one step in a while can afford.
+        return every is not None and (
+            not self.world.device.runs_ahead or (self.state.step + 1) % every == 0
+        )
 
     @cached_property
     def by_time(self) -> ByTime:

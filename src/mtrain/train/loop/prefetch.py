@@ -105,6 +105,14 @@ class BatchPrefetcher:
             slot.copied = self._world.device.event()
         return batches
 
+    def read_for(self, dp_rank: int, consumed: int, size: int) -> list[Batch]:
+        """Return the micro-batches of another data-parallel rank, on this rank's device; nothing
+        is read ahead.
+        """
+        ready = _Ready(self._data.of_rank(dp_rank), self._world, self._needs, None)
+        batches, _ = ready((consumed, size))
+        return [_copied(batch, self._world) for batch in batches]
+
     def expect(self, consumed: int, size: int) -> None:
         """Begin to read for the step that `take` will return."""
         self._ahead.expect((consumed, size))

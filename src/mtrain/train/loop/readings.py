@@ -22,6 +22,7 @@ from mtrain.plan.count import flops_of_token
 from mtrain.train.objectives import SUM, Metric
 from mtrain.world.heartbeat import begin_phase, waiting
 from mtrain.world.init import World
+from mtrain.world.own_time import OwnTime
 
 AHEAD = 1
 """Steps that the device may be behind: while it works on one, the host gives it the next."""
@@ -166,8 +167,10 @@ class Board:
 class Clock:
     """Times of a step by phase, measured by events of the device; on a CPU by the wall clock."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, own: bool = False) -> None:
+        """Begin a step; `own`: also count the time in which this rank works itself."""
         self._device = device
+        self._own = OwnTime(device) if own else None
         self._begin = device.event()
         self._phases: dict[str, tuple[Event, Event]] = {}
         self._end: Event | None = None
@@ -184,9 +187,12 @@ class Clock:
     def stop(self) -> None:
         """Note the end of the step."""
         self._end = self._device.event()
+        if self._own is not None:
+            self._own.stop()
 
     def seconds(self) -> dict[str, float]:
-        """Return the phases, `data_wait`, and all time from the first moment to the last as `step`.
+        """Return the phases, `data_wait`, all time from the first moment to the last as `step`, and
+        if it was counted `own`.
 
         The device is past all of them.
         """
@@ -194,11 +200,9 @@ class Clock:
         phases = {
             name: begin.elapsed_time(end) / 1e3 for name, (begin, end) in self._phases.items()
         }
-        return {
-            **phases,
-            "data_wait": self.waited_s,
-            "step": self._begin.elapsed_time(self._end) / 1e3,
-        }
+        step_s = self._begin.elapsed_time(self._end) / 1e3
+        own = {} if self._own is None else {"own": self._own.seconds(step_s)}
+        return {**phases, "data_wait": self.waited_s, "step": step_s, **own}
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
     The device gets the work and the host goes on; it waits only where what to do depends on a
     number of the device.
     """
-    clock = Clock(context.world.device)
+    clock = Clock(context.world.device, own=context.times_own)
     state = context.state
     size = size_after(context.batch_sizes, state.consumed_samples)
     begin_step(state.step + 1)
@@ -68,7 +68,7 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
         batches = context.prefetcher.take(state.consumed_samples, size)
     clock.waited_s = context.prefetcher.waited_s
     with clock.phase("forward_backward"):
-        reports = gradients(context, batches)
+        reports = (context.compute or gradients)(context, batches)
     begin_phase("optimizer")
     context.hooks.call("before_update", context)
     scale, may_fall = loss_scale(state.optimizer) or (None, False)

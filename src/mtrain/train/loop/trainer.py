@@ -83,6 +83,7 @@ class Trainer:
         stopped = self._stop_requested() or context.stops
         context.meter.loaded(state.step)
         while state.step < goal and not stopped:
+            self.hooks.before_step(context)
             self.between_steps = False
             mode = context.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
             with sync_checks(context.world.device, mode):

@@ -1,0 +1,70 @@
+"""A run of SwanLab: in its cloud, on a server, or, as `SWANLAB_MODE` says, in the run folder.
+
+The library finds its key and its server in its own variables and files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain.events.leveldb import records
+from mtrain.events.read import Event
+from mtrain.events.sink import Sink, usual
+
+PROJECT = "mtrain"
+
+
+class SwanLab(Sink):
+    """Numbers of each step and each evaluation."""
+
+    run: Any = None
+
+    def open(self) -> int | None:
+        """Begin a run, or go on with it; return the last step that offline files have: the library
+        writes them at the end of the process, so a killed one leaves little.
+        """
+        import swanlab
+
+        session = self.session
+        # It would ask for a key, and take over what the run prints.
+        quiet = swanlab.Settings(interactive=False, terminal={"proxy_type": "none"})
+        is_offline = os.environ.get("SWANLAB_MODE") == "offline"
+        files = session.folder.glob("swanlog/*/*.swanlab") if is_offline else ()
+        last = max(map(last_step, files), default=0)
+        self.run = swanlab.init(
+            project=PROJECT,
+            name=session.name,
+            id=session.id,
+            resume="allow",
+            log_dir=str(session.folder / "swanlog"),
+            config=session.run.model_dump(mode="json"),
+            settings=quiet,
+            reinit=True,
+        )
+        return last if is_offline else None
+
+    def send(self, events: Sequence[Event]) -> None:
+        """Log rows."""
+        for event in events:
+            found = usual(event)
+            if found:
+                self.run.log(found, step=event["step"])
+
+    def close(self) -> None:
+        """Finish the run: waits until the library has sent everything."""
+        if self.run is not None:
+            self.run.finish()
+
+
+def last_step(file: Path) -> int:
+    """Return the last step that an offline run's file has; 0: none."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    found = (Record.FromString(data).scalar for data in records(file.read_bytes()))
+    return max((scalar.step for scalar in found), default=0)
+
+
+SINK = SwanLab

@@ -1,0 +1,82 @@
+"""A run of Weights & Biases, online or (`WANDB_MODE=offline`) in the run folder.
+
+The library finds its key, its server and its mode in its own variables and files, as well as
+`WANDB_ENTITY` and `WANDB_PROJECT`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain.events.leveldb import records
+from mtrain.events.read import Event
+from mtrain.events.sink import Sink, seconds_of, usual
+
+PROJECT = "mtrain"
+AXIS = "iteration"
+
+
+class Wandb(Sink):
+    """A row for each step and for each evaluation, with the step as `iteration`.
+
+    The library's own step counts rows. It would hold back a row until a later step follows, and a
+    killed process would lose it.
+    """
+
+    run: Any = None
+
+    def open(self) -> int | None:
+        """Begin a run, or go on with it; return the last step that the server, or offline the run
+        folder, has: the library's process ends with this one, and loses what it has not written.
+        """
+        import wandb
+
+        session = self.session
+        written = (session.folder / "wandb").glob("offline-run-*/*.wandb")
+        last = max((last_step(file) for file in written), default=0)
+        quiet = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            id=session.id,
+            name=session.name,
+            dir=str(session.folder),
+            config=session.run.model_dump(mode="json"),
+            resume="allow",
+            settings=quiet,
+        )
+        self.run.define_metric("*", step_metric=AXIS)
+        if self.run.offline:
+            return last
+        known = self.run.summary.get(AXIS) if self.run.resumed else 0
+        return int(known) if isinstance(known, int | float) else None
+
+    def send(self, events: Sequence[Event]) -> None:
+        """Log rows."""
+        for event in events:
+            found = usual(event)
+            if found:
+                self.run.log({AXIS: event["step"], "_timestamp": seconds_of(event), **found})
+
+    def close(self) -> None:
+        """Finish the run: waits until the server has everything."""
+        if self.run is not None:
+            self.run.finish()
+
+
+def last_step(file: Path) -> int:
+    """Return the last step that an offline run's file has; 0: none."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    last = 0
+    for data in records(file.read_bytes()):
+        for item in Record.FromString(data).history.item:
+            if AXIS in (item.key, *item.nested_key):
+                last = max(last, int(json.loads(item.value_json)))
+    return last
+
+
+SINK = Wandb
