@@ -58,6 +58,7 @@ NO_EXAMPLE = {
     "MT321": "a folder with more files than are looked at; tested with one",
     "MT345": "a run that has a tokenizer; tested with one",
     "MT346": "a file of chats; tested with one",
+    "MT522": "a library that is not installed; tested without it",
     "MT607": "a tokenizer; tested with one",
     "MT611": "a corpus; tested with one",
     "MT612": "a corpus; tested with one",

@@ -34,13 +34,9 @@ EVALUATED = "trainer.eval_interval"
 WRITABLE = "Name a folder that can be written."
 
 
-@rule(
-    Code("MT431", help=WRITABLE, example="log.runs_dir=/dev/null"),
-    reads="log.runs_dir",
-    disk=True,
-)
+@rule("MT431", reads="log.runs_dir", disk=True)
 def runs_folder(run: RunConfig) -> Iterator[Finding]:
-    """Cannot write the folder of runs."""
+    """Require a folder of runs that can be written."""
     yield from _folder("MT431", "log.runs_dir", run.log.runs_dir, "runs")
 
 
