@@ -314,11 +314,12 @@ def test_hanging_slow_healthy_run_reports_nothing(
             time.sleep(limits.soft_s / 5)
             return step(*args, **kwargs)  # type: ignore[arg-type]
 
-        def long_merge(*args: object) -> object:  # only on rank 0, while the others wait
+        # only on rank 0, while the others wait
+        def long_merge(*args: object, **more: object) -> object:
             for _ in range(20):
                 time.sleep(1.2 * limits.hard_s / 20)
                 tick()
-            return merge(*args)  # type: ignore[arg-type]
+            return merge(*args, **more)  # type: ignore[arg-type]
 
         # type: ignore[assignment]
         trainer.train_step = slow_step
