@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -36,16 +34,6 @@ def run() -> RunConfig:
     sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 128}
     model = {f"model__{key}": value for key, value in sizes.items()}
     return resolve(tiny(**model, parallel__tp=2, parallel__ranks=2), LAPTOP)
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Provide an empty store; one file at a time is transferred, so that calls can be counted."""
-    monkeypatch.setattr(transfer, "AT_ONCE", 1)
-    files = fsspec.filesystem("memory")
-    yield files
-    if files.exists("/bucket"):
-        files.rm("/bucket", recursive=True)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,15 +43,9 @@ def run_of(**keys: Any) -> RunConfig:
 
 
 @pytest.fixture(autouse=True)
-def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Provide an empty store that transfers one file at a time, in a working folder of its own."""
-    monkeypatch.setattr(transfer, "AT_ONCE", 1)
+def _working_folder(store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(uploader, "RETRY_S", 0.01)
     monkeypatch.chdir(tmp_path)
-    files = fsspec.filesystem("memory")
-    yield files
-    if files.exists("/bucket"):
-        files.rm("/bucket", recursive=True)
 
 
 def home_with(*steps: int, name: str = "run", **keys: Any) -> Path:

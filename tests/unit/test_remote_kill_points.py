@@ -4,12 +4,11 @@ is committed there is whole, and the next start leaves nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -69,16 +68,6 @@ def checkpoints(tmp_path: Path) -> list[Path]:
     run = resolve(tiny(**model, **HEADS, parallel__tp=2, parallel__ranks=2), LAPTOP)
     found = [committed(run, tmp_path / "first", step) for step in STEPS]
     return [*found, committed(run, tmp_path / "again", LAST, consumed=7)]
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Provide an empty store, to which one file at a time is transferred."""
-    monkeypatch.setattr(transfer, "AT_ONCE", 1)
-    files = fsspec.filesystem("memory")
-    yield files
-    if files.exists("/bucket"):
-        files.rm("/bucket", recursive=True)
 
 
 def live(checkpoints: list[Path], done: list[int]) -> None:

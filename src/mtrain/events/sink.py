@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.events.log import EVALUATION, STEP
@@ -89,6 +90,28 @@ class Sink:
 
     def close(self) -> None:
         """Disconnect at the end of the run, or after a failure."""
+
+
+class RunSink(Sink):
+    """A sink whose library has a run with `log` and `finish`, which `open` puts into `run`."""
+
+    run: Any = None
+
+    def send(self, events: Sequence[Event]) -> None:
+        """Log a row for each step and each evaluation."""
+        for event in events:
+            row = usual(event)
+            if row:
+                self.log(event, row)
+
+    def log(self, event: Event, row: dict[str, float]) -> None:
+        """Log the numbers of an event."""
+        self.run.log(row, step=event["step"])
+
+    def close(self) -> None:
+        """Finish the run: waits until the library has sent or written everything."""
+        if self.run is not None:
+            self.run.finish()
 
 
 def numbers(event: Event) -> dict[str, float]:

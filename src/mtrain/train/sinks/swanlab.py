@@ -6,21 +6,16 @@ The library finds its key and its server in its own variables and files.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mtrain.events.leveldb import records
-from mtrain.events.read import Event
-from mtrain.events.sink import Sink, usual
+from mtrain.events.sink import RunSink
 
 PROJECT = "mtrain"
 
 
-class SwanLab(Sink):
+class SwanLab(RunSink):
     """Numbers of each step and each evaluation."""
-
-    run: Any = None
 
     def open(self) -> int | None:
         """Begin a run, or go on with it; return the last step that offline files have: the library
@@ -45,18 +40,6 @@ class SwanLab(Sink):
             reinit=True,
         )
         return last if is_offline else None
-
-    def send(self, events: Sequence[Event]) -> None:
-        """Log rows."""
-        for event in events:
-            found = usual(event)
-            if found:
-                self.run.log(found, step=event["step"])
-
-    def close(self) -> None:
-        """Finish the run: waits until the library has sent everything."""
-        if self.run is not None:
-            self.run.finish()
 
 
 def last_step(file: Path) -> int:

@@ -5,20 +5,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
 
-from mtrain.events.read import Event
-from mtrain.events.sink import Sink, usual
+from mtrain.events.sink import RunSink
 
 PROJECT = "mtrain"
 REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
 
-class Trackio(Sink):
+class Trackio(RunSink):
     """A row for each step and each evaluation."""
-
-    run: Any = None
 
     def open(self) -> int | None:
         """Begin a run, or go on with it; return the last step of the database, which a thread of
@@ -35,18 +30,6 @@ class Trackio(Sink):
         config = session.run.model_dump(mode="json")
         self.run = trackio.init(PROJECT, name, config=config, resume="allow", embed=False)
         return (last or 0) if is_local else None
-
-    def send(self, events: Sequence[Event]) -> None:
-        """Log rows."""
-        for event in events:
-            found = usual(event)
-            if found:
-                self.run.log(found, step=event["step"])
-
-    def close(self) -> None:
-        """Finish the run: waits until the library has written everything."""
-        if self.run is not None:
-            self.run.finish()
 
 
 SINK = Trackio

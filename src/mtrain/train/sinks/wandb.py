@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mtrain.events.leveldb import records
 from mtrain.events.read import Event
-from mtrain.events.sink import Sink, seconds_of, usual
+from mtrain.events.sink import RunSink, seconds_of
 
 PROJECT = "mtrain"
 AXIS = "iteration"
 
 
-class Wandb(Sink):
+class Wandb(RunSink):
     """A row for each step and for each evaluation, with the step as `iteration`.
 
     The library's own step counts rows. It would hold back a row until a later step follows, and a
     killed process would lose it.
     """
-
-    run: Any = None
 
     def open(self) -> int | None:
         """Begin a run, or go on with it; return the last step that the server, or offline the run
@@ -54,17 +50,9 @@ class Wandb(Sink):
         known = self.run.summary.get(AXIS) if self.run.resumed else 0
         return int(known) if isinstance(known, int | float) else None
 
-    def send(self, events: Sequence[Event]) -> None:
-        """Log rows."""
-        for event in events:
-            found = usual(event)
-            if found:
-                self.run.log({AXIS: event["step"], "_timestamp": seconds_of(event), **found})
-
-    def close(self) -> None:
-        """Finish the run: waits until the server has everything."""
-        if self.run is not None:
-            self.run.finish()
+    def log(self, event: Event, row: dict[str, float]) -> None:
+        """Log the numbers of an event with their step and time."""
+        self.run.log({AXIS: event["step"], "_timestamp": seconds_of(event), **row})
 
 
 def last_step(file: Path) -> int:
