@@ -450,11 +450,12 @@ def _wait_for(done: Any) -> None:
 
 
 def _worker() -> int:
-    """Return the process that uploads: the child of this process's child."""
+    """Return the process that uploads: the child of this process's child. Other tests may have
+    left children, which have none.
+    """
     import psutil
 
-    (guard,) = psutil.Process().children()
-    (worker,) = guard.children()
+    (worker,) = (one for guard in psutil.Process().children() for one in guard.children())
     return int(worker.pid)
 
 
