@@ -37,6 +37,7 @@ LAYERS = {
     "goodput": 4,
     "plan": 4,
     "devices": 5,
+    "report": 5,
     "mcore": 6,
     "world": 7,
     "data": 8,

@@ -108,6 +108,8 @@ def test_help_examples_are_read_as_written(name: str, line: str) -> None:
         "doctor",
     ):
         compose(settings)
+    elif verb == "compare":
+        assert words == ["runs/ONE", "runs/OTHER"]
     elif verb in ("resume", "generate", "evaluate", "export", "goodput"):
         assert words[0] == "runs/NAME"
         own = {"generate": generate.WORDS, "evaluate": evaluate.WORDS}.get(verb, {})

@@ -33,6 +33,7 @@ NAMES = (
     "engines",
     "doctor",
     "goodput",
+    "compare",
     "checkpoint",
     "completion",
     "explain",

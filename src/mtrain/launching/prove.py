@@ -211,7 +211,7 @@ def compared(small: RunConfig) -> list[Row]:
         from mtrain.train.verify.prove import compare
 
         centered = small.model.layernorm_zero_centered_gamma
-        return compare(one, many, small.trainer.steps, _tolerances(small), zero_centered=centered)
+        return compare(one, many, small.trainer.steps, tolerances_of(small), zero_centered=centered)
 
 
 def located(small: RunConfig) -> Difference | None:
@@ -223,7 +223,7 @@ def located(small: RunConfig) -> Difference | None:
         local.install_reader()
         from mtrain.train.verify.first_divergence import Bounds, first_divergence
 
-        limits = _tolerances(small)
+        limits = tolerances_of(small)
         dtype = EIGHT_BITS if small.precision.quantized else small.precision.format
         bounds = Bounds(
             MODULE[dtype],
@@ -279,7 +279,8 @@ def one_at_a_time(small: RunConfig) -> bool:
     return small.data.packed and small.precision.quantized is None and by_document(small) == small
 
 
-def _tolerances(small: RunConfig) -> dict[str, float]:
+def tolerances_of(small: RunConfig) -> dict[str, float]:
+    """Return the accepted relative differences of a run in its number format."""
     dtype = small.precision.format
     if small.precision.quantized is not None:
         return TOLERANCES[EIGHT_BITS]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,13 @@ def _is_run_file(path: Path) -> bool:
 
 def differences(left: UnresolvedRun, right: UnresolvedRun) -> list[Difference]:
     """Return the differences in what two configurations do, the gravest kind first."""
-    left_values = left.recorded().flat()
-    right_values = right.recorded().flat()
+    return differences_of_values(left.recorded().flat(), right.recorded().flat())
+
+
+def differences_of_values(
+    left_values: Mapping[str, Any], right_values: Mapping[str, Any]
+) -> list[Difference]:
+    """Return the same of the leaves of two configurations, by their dotted keys."""
     keys = [
         key
         for key in {**left_values, **right_values}
@@ -93,7 +98,7 @@ def differences(left: UnresolvedRun, right: UnresolvedRun) -> list[Difference]:
 
 
 def _repeats_its_section(
-    key: str, left_values: dict[str, Any], right_values: dict[str, Any]
+    key: str, left_values: Mapping[str, Any], right_values: Mapping[str, Any]
 ) -> bool:
     """Return whether a key only marks a section as present, while the other side lists the
     section's keys.

@@ -187,7 +187,7 @@ def diff(words: Sequence[str], *, as_json: bool) -> int:
         digests = {"left": left.digest(), "right": right.digest()}
         say_json({"equal": not found, "digests": digests, "differences": rows})
     elif found:
-        say_page(_table(found))
+        say_page(table(found))
     else:
         say(f"equal: {words[0]} and {words[1]} are the same run")
     return DIFFERENT if found else 0
@@ -203,7 +203,8 @@ def _plain(value: object) -> object:
     return None if value is ABSENT else value
 
 
-def _table(found: Sequence[Difference]) -> str:
+def table(found: Sequence[Difference]) -> str:
+    """Return a line for each difference, and their number by kind."""
     rows = [
         (f"{n}.", d.key, f"{_spelled(d.left)} -> {_spelled(d.right)}", d.kind)
         for n, d in enumerate(found, 1)
