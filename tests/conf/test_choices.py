@@ -4,6 +4,8 @@ numbers.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mtrain.api import load as checked
@@ -18,11 +20,15 @@ from mtrain.plan.count import parameters
 from tests.support.configs import LAPTOP, errors
 
 FILES = sorted(conf_dir().glob("*/*.yaml"))
+MANY_DEVICES = re.compile(r"x\d\d+")
+"""Clusters for which the search for a layout takes seconds."""
 CHOICES = [
     pytest.param(
         group,
         choice,
-        marks=pytest.mark.full if group == "model" and i % 6 else (),
+        marks=pytest.mark.full
+        if (group == "model" and i % 6) or MANY_DEVICES.search(choice)
+        else (),
         id=f"{group}/{choice}",
     )
     for group in GROUPS

@@ -116,6 +116,7 @@ def _differences(expected: dict[str, list[str]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_captured_steps_experts_have_no_findings() -> None:
     experts = f"model=mixtral_tiny {PADDED} IMPL=full_iteration precision=fp8_tensorwise"
     assert _differences({experts: []}) == []

@@ -40,6 +40,7 @@ def test_fp8_experts_layout_is_proven(name: str) -> None:
     assert all(row.equal for row in rows.values()), prove.table(list(rows.values()))
 
 
+@pytest.mark.full
 def test_fp8_experts_row_dependent_scales_are_not_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -152,19 +152,9 @@ ones, and what a comment explains.
 """
 
 
-MANY = pytest.param(list(PASSES), id="all", marks=pytest.mark.full)
-FEW = pytest.param(
-    [
-        "model=llama_tiny precision=fp8_tensorwise",
-        "model=llama_tiny kernels.gradient_accumulation_fusion=false",
-    ],
-    id="few",
-)
-
-
-@pytest.mark.parametrize("runs", [MANY, FEW])
-def test_gradient_accumulation_steps_have_no_separate_pass(runs: list[str]) -> None:
-    for words, found in recorded({words: words.split() for words in runs}).items():
+@pytest.mark.full
+def test_gradient_accumulation_steps_have_no_separate_pass() -> None:
+    for words, found in recorded({words: words.split() for words in PASSES}).items():
         assert found["refused"] == []
         kinds = {
             each.split(":")[0].removesuffix(".weight").split(".")[-1] for each in found["passes"]

@@ -91,7 +91,7 @@ def test_lion_two_ranks_equal_one(layout: dict[str, Any]) -> None:
     ("dtype", "layout"),
     [
         pytest.param("fp32", FSDP, marks=pytest.mark.full),
-        ("bf16", {"ranks": 2, "distributed_optimizer": True}),
+        pytest.param("bf16", {"ranks": 2, "distributed_optimizer": True}, marks=pytest.mark.full),
     ],
     ids=["fsdp", "bf16"],
 )

@@ -93,7 +93,7 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 """Samples of a micro-batch, and a layout: one global batch of 8."""
 
 
-@pytest.mark.parametrize("name", some(SPLITS, ["dp2cp2, 2 each"]))
+@pytest.mark.parametrize("name", some(SPLITS, ["cp2, 2 micro-batches"]))
 def test_packing_any_split_has_one_loss_and_gradient(name: str, tmp_path: Path) -> None:
     micro, layout = SPLITS[name]
     homes = tmp_path / "one", tmp_path / "many"

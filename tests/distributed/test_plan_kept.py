@@ -74,7 +74,7 @@ def test_plan_kept_differs_for_another_layout() -> None:
     assert difference(planned(KEPT["llama tp sp"]), planned(KEPT["llama tp"])) > LIMIT
 
 
-@pytest.mark.parametrize("case", some(sorted(STATES), ["deepseek"]))
+@pytest.mark.parametrize("case", some(sorted(STATES), ["lora experts"]))
 def test_plan_kept_counts_weights_gradients_states_exactly(case: str) -> None:
     run = planned(STATES[case])
     grid = RankGrid.of(run)

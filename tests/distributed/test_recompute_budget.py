@@ -100,7 +100,7 @@ BITWISE = {
 }
 
 
-@pytest.mark.parametrize("name", some(BITWISE, ["modules"]))
+@pytest.mark.parametrize("name", some(BITWISE, []))
 def test_recompute_budget_results_are_bitwise(name: str, tmp_path: Path) -> None:
     words, share = BITWISE[name]
     base = f"{words} data=mock data.seq_length=128 trainer.micro_batch_size=4".split()

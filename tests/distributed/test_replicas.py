@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2dp2": {"ranks": 4, "pp": 2, **SHARDED},
     "ep2dp4": {"ranks": 4, "ep": 2, **SHARDED},
 }
-USUAL = ["dp2", "tp2dp2", "overlapped gather"]
+USUAL = ["dp2", "overlapped gather"]
 """Layouts of the default tier."""
 
 

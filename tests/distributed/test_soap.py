@@ -80,7 +80,7 @@ def _alone(keys: dict[str, Any], home: Path) -> dict[str, torch.Tensor]:
     return _ALONE[key]
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ["dp2 tp2 sharded"]))
+@pytest.mark.parametrize("name", some(LAYOUTS, ["dp2 sharded"]))
 def test_soap_every_layout_has_equal_bits(name: str, home: Path, tmp_path: Path) -> None:
     expected = _alone(LAYOUTS[name], home)
     found = _made(_run(**LAYOUTS[name]), tmp_path)

@@ -72,9 +72,8 @@ def _end(process: Launched, ranks: list[psutil.Process]) -> str:
     return process.said
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
 def test_interrupted_run_killed_rank_resumes_bitwise(
     seed: int, uninterrupted: Path, tmp_path: Path, record_property: Record
 ) -> None:

@@ -211,7 +211,7 @@ def _stepping(machines: Machines, started: list[Launched], steps: int = 3) -> No
     assert all(one.poll() is None for one in started), [one.said for one in started]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_machines_lost_launcher_is_named_by_the_other(lost: int, machines: Machines) -> None:
     started = machines.both(*ENDLESS)
     _stepping(machines, started)
@@ -226,6 +226,7 @@ def test_machines_lost_launcher_is_named_by_the_other(lost: int, machines: Machi
     assert not alive
 
 
+@pytest.mark.full
 def test_machines_replaced_launcher_joins_the_next_attempt(
     machines: Machines, undisturbed: dict[str, Any]
 ) -> None:

@@ -36,6 +36,7 @@ def uploads(home: Path) -> list[tuple[int, str]]:
     return [(line["step"], line["state"]) for line in map(json.loads, lines)]
 
 
+@pytest.mark.full
 def test_remote_run_of_a_lost_machine_ends_bitwise(
     undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

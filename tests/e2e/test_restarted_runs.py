@@ -178,6 +178,7 @@ def test_restarted_run_without_a_number_continues_before_it(
     assert found == undisturbed
 
 
+@pytest.mark.full
 def test_restarted_run_in_a_loop_ends_with_first_error(
     tmp_path: Path, record_property: Record
 ) -> None:
@@ -250,12 +251,13 @@ def _stopped(number: signal.Signals, owner: str, method: str) -> Callable[[], No
     return patch
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "owner", "method", "code"),
     [
         (signal.SIGTERM, "Attempts", "_record", 75),
-        pytest.param(signal.SIGINT, "Attempts", "_record", 130, marks=pytest.mark.full),
-        pytest.param(signal.SIGTERM, "Supervisor", "_end_all", 75, marks=pytest.mark.full),
+        (signal.SIGINT, "Attempts", "_record", 130),
+        (signal.SIGTERM, "Supervisor", "_end_all", 75),
     ],
 )
 def test_restarted_run_stopped_between_starts_is_resumable(

@@ -42,14 +42,9 @@ def check(home: Path, undisturbed: dict[str, Any], begun: int, record: Record) -
     assert all(name.startswith("step_") for name in left), left
 
 
-@pytest.mark.parametrize("saving", ["waits", pytest.param("goes on", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(name, marks=() if name == "before the rename" else pytest.mark.full)
-        for name in save_moments.MOMENTS
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("saving", ["waits", "goes on"])
+@pytest.mark.parametrize("moment", save_moments.MOMENTS)
 def test_restarted_save_killed_at_a_moment_ends_bitwise(
     moment: str,
     saving: str,
