@@ -22,12 +22,14 @@ from mtrain.train import sinks
 from tests.support.runs import tiny_run
 
 RUN = tiny_run()
+TENSORS = ("weights", "updates")
 
 
 class Kept(Sink):
     """A sink that keeps steps, and fails `failures` times."""
 
     steps: list[int]
+    described: list[tuple[int, str]]
     ids: list[str]
     failures = 0
     known: int | None = None
@@ -44,6 +46,8 @@ class Kept(Sink):
             type(self).failures -= 1
             raise ConnectionError("refused")
         self.steps.extend(event["step"] for event in events if event["kind"] == log.STEP)
+        found = [event for event in events if event["kind"] == log.STATISTICS]
+        self.described.extend((event["step"], event["of"]) for event in found)
 
 
 class Purging(Kept):
@@ -53,6 +57,7 @@ class Purging(Kept):
 
     def open(self) -> int | None:
         self.steps[:] = [step for step in self.steps if step <= self.session.step]
+        self.described[:] = [pair for pair in self.described if pair[0] <= self.session.step]
         return super().open()
 
 
@@ -62,6 +67,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "PAUSE_S", 0.01)
     for kind in (Kept, Purging):
         monkeypatch.setattr(kind, "steps", [], raising=False)
+        monkeypatch.setattr(kind, "described", [], raising=False)
         monkeypatch.setattr(kind, "ids", [], raising=False)
         monkeypatch.setattr(kind, "failures", 0)
     monkeypatch.setattr(Kept, "wait", None)
@@ -80,6 +86,8 @@ def attempt(
     feeds = [Feed(kind.__name__, kind, RUN, home, begun) for kind in kinds] if sent else []
     for step in range(begun + 1, last + 1):
         writer.put(log.STEP, step, values={"loss": float(step)})
+        for kind in TENSORS if step % 2 == 0 else ():
+            writer.put(log.STATISTICS, step, of=kind, columns=["norm"], rows={"a.b": [1.0]})
     writer.close()
     feed.close(feeds, close_s)
 
@@ -89,6 +97,7 @@ def test_sinks_get_each_step_once_over_restarts(tmp_path: Path) -> None:
     attempt(tmp_path, 2, 6, Kept, Purging, sent=False)
     attempt(tmp_path, 5, 9, Kept, Purging)
     assert Kept.steps == Purging.steps == list(range(1, 10))
+    assert Kept.described == Purging.described == [(s, k) for s in (2, 4, 6, 8) for k in TENSORS]
     assert len({*Kept.ids, *Purging.ids}) == 1
 
 
@@ -106,10 +115,11 @@ def test_sinks_steps_lost_by_the_place_are_sent_again(
 ) -> None:
     attempt(tmp_path, 0, 4, Kept)
     # killed while a library still held steps 3 and 4
-    del Kept.steps[2:]
+    del Kept.steps[2:], Kept.described[2:]
     monkeypatch.setattr(Kept, "known", 2)
     attempt(tmp_path, 4, 6, Kept)
     assert Kept.steps == [1, 2, 3, 4, 5, 6]
+    assert Kept.described == [(s, k) for s in (2, 4, 6) for k in TENSORS]
 
 
 def test_sinks_failing_one_warns_once_and_gets_everything(
@@ -184,3 +194,10 @@ def test_sinks_session_name_is_that_of_the_folder(tmp_path: Path) -> None:
     first = feed.id_of(tmp_path) if (tmp_path / "events").mkdir() is None else ""
     assert (len(first), feed.id_of(tmp_path)) == (21, first)
     assert Session(RUN, tmp_path, first, 0).name == tmp_path.name
+
+
+def test_sinks_statistics_have_a_number_for_each_row_and_column() -> None:
+    rows = {"decoder.layers.0.mlp": [2.0, None]}
+    event = {"kind": log.STATISTICS, "step": 1, "of": "gradients", "rows": rows}
+    event |= {"columns": ["norm", "max"]}
+    assert usual(event) == {"gradients/norm/decoder.layers.0.mlp": 2.0}

@@ -210,6 +210,7 @@ def _section(path: str) -> dict[str, Any]:
 def _key(path: str, composed: Composed) -> dict[str, Any]:
     """Return everything about a key in a configuration."""
     from mtrain.config.messages.codes import validating
+    from mtrain.models import selection
 
     field = field_of(path)
     assert field is not None
@@ -240,6 +241,7 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
         "release": [where_it_is(row) for row in of_key(path)],
         "flags": list(flags_of().get(path, ())),
         "validated_by": validating(path),
+        "selects": selection.choices(resolved) if path == selection.KEY else [],
     }
     return facts
 
@@ -336,7 +338,7 @@ def _page(facts: Mapping[str, Any]) -> str:
             continue
         if name == "chain":
             rows = [f"{row['source']}: {row['value']}" for row in value] if len(value) > 1 else []
-        elif name in ("says", "flags"):
+        elif name in ("says", "flags", "selects"):
             rows = list(value)
         elif name in ("keys", "decides") and len(value) > MAX_KEYS:
             rows = [f"{', '.join(value[:MAX_KEYS])} and {len(value) - MAX_KEYS} more"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import warn
-from mtrain.events.log import EVALUATION, FOLDER, STEP
+from mtrain.events.log import EVALUATION, FOLDER, STATISTICS, STEP
 from mtrain.events.read import Event, Place, following
 from mtrain.events.sink import Session, Sink
 
@@ -38,6 +38,10 @@ class Mark:
     """The last step that was sent."""
     evaluation: int = 0
     """The step of the last evaluation that was sent."""
+    described: int = 0
+    """The step of the last statistics that were sent."""
+    tensors: list[str] = field(default_factory=list)
+    """The kinds of tensors that were sent of that step."""
 
     @classmethod
     def read(cls, file: Path) -> Mark:
@@ -45,7 +49,8 @@ class Mark:
         try:
             found = json.loads(file.read_text())
             place = Place(int(found["place"]["attempt"]), int(found["place"]["offset"]))
-            return cls(place, int(found["step"]), int(found["evaluation"]))
+            described = int(found.get("described", 0)), list(found.get("tensors", []))
+            return cls(place, int(found["step"]), int(found["evaluation"]), *described)
         except (OSError, ValueError, TypeError, KeyError):
             return cls()
 
@@ -60,6 +65,14 @@ class Mark:
         draft.write_text(strict_json.dumps(asdict(self)))
         os.replace(draft, file)
 
+    def rewind(self, step: int) -> None:
+        """Count what follows a step as not sent."""
+        self.step = min(self.step, step)
+        self.evaluation = min(self.evaluation, step)
+        if self.described > step:
+            self.described = step + 1
+            self.tensors = []
+
     def takes(self, event: Event) -> bool:
         """Return whether an event was not sent yet, and count it as sent."""
         step: int = event["step"]
@@ -70,6 +83,13 @@ class Mark:
         if event["kind"] == EVALUATION:
             is_new = step > self.evaluation
             self.evaluation = max(self.evaluation, step)
+            return is_new
+        if event["kind"] == STATISTICS:
+            sent = self.tensors if step == self.described else []
+            is_new = step >= self.described and event["of"] not in sent
+            if is_new:
+                self.described = step
+                self.tensors = [*sent, event["of"]]
             return is_new
         return True
 
@@ -92,8 +112,7 @@ class Feed:
         self.failing = False
         if getattr(kind, "purges", False):
             # Steps that are made again replace those that were sent.
-            self.mark.step = min(self.mark.step, begun)
-            self.mark.evaluation = min(self.mark.evaluation, begun)
+            self.mark.rewind(begun)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
@@ -152,7 +171,7 @@ class Feed:
         if known < self.mark.step:
             # What the place lost is in the stream, somewhere before.
             self.mark.place = Place()
-            self.mark.evaluation = min(self.mark.evaluation, known)
+            self.mark.rewind(known)
         self.mark.step = known
 
     def _failed(self, error: Exception) -> None:

@@ -21,6 +21,7 @@ FORMAT = 1
 START = "start"
 STEP = "step"
 EVALUATION = "evaluation"
+STATISTICS = "statistics"
 CHECKPOINT = "checkpoint"
 RESTART = "restart"
 WARNING = "warning"

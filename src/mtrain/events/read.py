@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.events.log import EVALUATION, FOLDER, FORMAT, START, STEP, attempts
+from mtrain.events.log import EVALUATION, FOLDER, FORMAT, START, STATISTICS, STEP, attempts
 
 LONGEST = 1 << 20
 """Bytes of a line; a longer one is no event."""
-REPEATED = (STEP, EVALUATION)
+REPEATED = (STEP, EVALUATION, STATISTICS)
 """Kinds of events that a later attempt makes again."""
 Event = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.events.log import EVALUATION, STEP
+from mtrain.events.log import EVALUATION, STATISTICS, STEP
 from mtrain.events.read import Event
 
 NAMES = {
@@ -127,7 +127,16 @@ def numbers(event: Event) -> dict[str, float]:
 
 
 def usual(event: Event) -> dict[str, float]:
-    """Return the same numbers by the names of Megatron-LM."""
+    """Return the same numbers by the names of Megatron-LM, and statistics as
+    `gradients/norm/NAME`.
+    """
+    if event["kind"] == STATISTICS:
+        return {
+            f"{event['of']}/{column}/{name}": float(value)
+            for name, row in event["rows"].items()
+            for column, value in zip(event["columns"], row, strict=True)
+            if value is not None
+        }
     return {NAMES.get(name, name): value for name, value in numbers(event).items()}
 
 

@@ -88,6 +88,7 @@ def load(
             this machine, or the only problem is that it has too few.
     """
     from mtrain.models import registry as families
+    from mtrain.models import selection
     from mtrain.plan.memory import memory_problems
 
     machine = machine or Machine.here()
@@ -116,6 +117,8 @@ def load(
     ]
     # The memory of a model without a family cannot be planned.
     problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
+    if run.log.statistics.interval is not None and not families.problems(run.model, origins):
+        problems += selection.problems(run, origins)
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:

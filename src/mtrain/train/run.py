@@ -41,6 +41,7 @@ from mtrain.train.hooks.replicas import Replicas
 from mtrain.train.hooks.sample import RanksApart, Sample, end_after_run
 from mtrain.train.hooks.sinks import Sinks
 from mtrain.train.hooks.startup import Startup
+from mtrain.train.hooks.statistics import Statistics
 from mtrain.train.hooks.stragglers import Stragglers
 from mtrain.train.hooks.tokenizer import KeepTokenizer
 from mtrain.train.loop.context import TrainContext
@@ -174,6 +175,8 @@ def run_hooks(
         Sample(splits, checkpoints, paths.checkpoint, progress),
         *optional.enabled(run, folder),
     ]
+    if run.log.statistics.interval is not None:
+        hooks.append(Statistics(run, metrics))
     if run.log.sinks:
         hooks.append(Sinks(run, folder))
     if run.resilience.replica_check_interval is not None:

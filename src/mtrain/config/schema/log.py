@@ -13,6 +13,29 @@ from mtrain.config.schema.base import (
     Section,
 )
 
+StatisticsKind = Literal["weights", "gradients", "updates", "moments"]
+
+
+class StatisticsConfig(Section):
+    """`log.statistics`: norm, mean, largest absolute value and share of zeros of whole tensors."""
+
+    interval: Annotated[PositiveInt | None, Key(unit="steps")] = None
+    """Steps between two descriptions, which are events of the kind `statistics`; null: none."""
+    modules: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = ("**",)
+    """Patterns of names of modules and weights, as a single rank names them; a module is selected
+    with everything inside. `*` stands for any characters of one part of a name, `?` for one
+    character, `**` for any parts: `decoder.layers.*.mlp`, `**.linear_proj.weight`.
+    """
+    kinds: Annotated[tuple[StatisticsKind, ...], Field(min_length=1, strict=False)] = (
+        "weights",
+        "gradients",
+        "updates",
+        "moments",
+    )
+    """The tensors of these modules: weights before the update of the step, gradients before they
+    are clipped, updates (with their norm over that of the weights), moments of the optimizer.
+    """
+
 
 class LogConfig(Section):
     """`log`: where a run is recorded, and what it shows."""
@@ -43,5 +66,7 @@ class LogConfig(Section):
     swanlab, trackio, prometheus, otel. Each needs the package's extra of its name. Installed
     packages publish others under the entry point group `mtrain.sinks`.
     """
+    statistics: StatisticsConfig = StatisticsConfig()
+    """Statistics of weights, gradients, updates and moments, by module."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
     """The port on 127.0.0.1 at which the sink prometheus answers."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mtrain.mcore import api as mcore
-from mtrain.mcore.state.local_params import local_params, unwrap
+from mtrain.mcore.state.local_params import local, local_params, unwrap
 from mtrain.mcore.state.optimizer_state import StateShard, factors, refresh_copies, state_shards
 from mtrain.mcore.state.shard_specs import ShardSpec, shard_specs_of
 
@@ -173,6 +173,21 @@ def gradient_shards(chunks: list[Any], optimizer: Any) -> list[TensorShard]:
             state.local_param.specs, state.gradient(), state.start, sharded=state.sharded
         )
     return shards
+
+
+def main_weight_shards(chunks: list[Any], optimizer: Any) -> Iterator[TensorShard]:
+    """Yield shards of the weights that the optimizer updates: fp32 ones where it keeps such."""
+    for state in state_shards(chunks, optimizer):
+        main = dict(state.tensors()).get("main_weight", local(state.main))
+        yield from _pieces(state.local_param.specs, main, state.start, sharded=state.sharded)
+
+
+def moment_shards(chunks: list[Any], optimizer: Any) -> Iterator[tuple[str, TensorShard]]:
+    """Yield the name of each moment that the optimizer has by now, and shards of it."""
+    for state in state_shards(chunks, optimizer):
+        for name, tensor in state.tensors():
+            if name != "main_weight":
+                yield from ((name, shard) for shard in _state(state, name, tensor))
 
 
 @torch.no_grad()

@@ -71,6 +71,11 @@ class Hook:
         Reading them on the host makes the host wait for the device.
         """
 
+    def after_update(self, context: TrainContext) -> None:
+        """Act after the weights of step `context.state.step + 1` are updated, or were not: see
+        `StepResult.updated`. The device may not have done it yet.
+        """
+
     def log(self, context: TrainContext, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the metrics of a step, or of an evaluation after it, as `metrics.jsonl` has them.
 

@@ -116,6 +116,11 @@ class Metrics(Hook):
             seconds = self._seconds(context, SAVING)
             self.writer.put(log.CHECKPOINT, step_of(path), name=path.name, seconds=seconds)
 
+    def note(self, kind: str, step: int, **facts: Any) -> None:
+        """Add an event of another hook, on rank 0."""
+        if self.writer is not None:
+            self.writer.put(kind, step, **facts)
+
     def finish(self, context: TrainContext) -> None:
         """Note that the run came to an end, of its own or on request."""
         finished = context.state.step >= context.run.trainer.steps

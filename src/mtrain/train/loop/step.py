@@ -74,6 +74,7 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
     with clock.phase("optimizer"):
         updated, norm, lr = update(state, context.run.optim.schedule_counts)
+    context.hooks.call("after_update", context)
     state.step += 1
     state.consumed_samples += size
     own: dict[str, float] = {

@@ -1,0 +1,1 @@
+"""Statistics of whole tensors, from the parts that ranks have."""
