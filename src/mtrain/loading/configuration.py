@@ -115,10 +115,11 @@ def load(
         *composed.warnings,
         *validate(composed, run, origins, machine, world_size, to_run=to_run),
     ]
-    # The memory of a model without a family cannot be planned.
-    problems += families.problems(run.model, origins) or memory_problems(run, machine, origins)
-    if run.log.statistics.interval is not None and not families.problems(run.model, origins):
-        problems += selection.problems(run, origins)
+    # The memory of a model without a family cannot be planned, and its weights have no names.
+    problems += families.problems(run.model, origins) or [
+        *memory_problems(run, machine, origins),
+        *selection.problems(run, origins),
+    ]
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
