@@ -87,10 +87,6 @@ def load(
         BadEnvironment: the configuration is `to_run`, and a mistake in a variable hides the GPUs of
             this machine, or the only problem is that it has too few.
     """
-    from mtrain.models import registry as families
-    from mtrain.models import selection
-    from mtrain.plan.memory import memory_problems
-
     machine = machine or Machine.here()
     world_size = world_size_of(environment)
     try:
@@ -115,11 +111,7 @@ def load(
         *composed.warnings,
         *validate(composed, run, origins, machine, world_size, to_run=to_run),
     ]
-    # The memory of a model without a family cannot be planned, and its weights have no names.
-    problems += families.problems(run.model, origins) or [
-        *memory_problems(run, machine, origins),
-        *selection.problems(run, origins),
-    ]
+    problems += _of_model(run, machine, origins)
     problems = [problem for problem in problems if problem.code not in but]
     errors = {problem.code for problem in problems if problem.severity == "error"}
     if errors:
@@ -138,6 +130,19 @@ def load(
         raw=raw,
         argv=tuple(argv),
     )
+
+
+def _of_model(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
+    """Return why a model has no family, or the problems of its memory and of names of weights."""
+    from mtrain.models import registry as families
+    from mtrain.models import selection
+    from mtrain.plan.memory import memory_problems
+
+    # The memory of a model without a family cannot be planned, and its weights have no names.
+    return families.problems(run.model, origins) or [
+        *memory_problems(run, machine, origins),
+        *selection.problems(run, origins),
+    ]
 
 
 def say_replaced(composed: Composed) -> None:
