@@ -326,6 +326,8 @@ class TrainingError(MtrainError):
     exit_code = 5
     rank: int | None = None
     """The rank at fault, if the rank that raises the error knows of one."""
+    alert = "failed"
+    """The name of the alert that it raises, with `log.alerts`."""
 
 
 class DeviceFault(TrainingError):

@@ -70,7 +70,7 @@ class Device:
     """Waits for all work that was issued to the current device."""
     memory_stats: Callable[[], dict[str, int]]
     """Returns bytes of this process: `allocated_bytes` now and `peak_bytes` since it started; if
-    its allocator keeps memory for later, also the peak of that, `reserved_bytes`.
+    its allocator keeps memory for later, also that, `held_bytes`, and its peak, `reserved_bytes`.
     """
     seed: Callable[[int], None]
     """Seeds its default generator."""
@@ -86,6 +86,10 @@ class Device:
     """
     driver_bytes: Callable[[], int | None] = lambda: None
     """Returns the bytes in use on the current device, by all processes; None if unknown."""
+    dump_memory: Callable[[str], None] | None = None
+    """Writes the blocks of the allocator to a file, in the format of its viewer; None: there is
+    none.
+    """
     captured: Callable[[Callable[[], None]], Callable[[], None]] | None = None
     """Records the work that a function issues to the device, which must not wait for it and must
     have done the same before; returns a function that issues all of it at once. None: unknown here.

@@ -29,6 +29,7 @@ def _memory_stats() -> dict[str, int]:
     return {
         "allocated_bytes": torch.cuda.memory_allocated(),
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        "held_bytes": torch.cuda.memory_reserved(),
         # The peak of reserved memory: a job runs out of that, and not of allocated memory.
         "reserved_bytes": torch.cuda.max_memory_reserved(),
     }
@@ -82,6 +83,7 @@ CUDA = Device(
     set_rng_state=torch.cuda.set_rng_state,
     pin=_pin,
     driver_bytes=_driver_bytes,
+    dump_memory=torch.cuda.memory._dump_snapshot,
     captured=_captured,
     set_sync_debug=torch.cuda.set_sync_debug_mode,
 )

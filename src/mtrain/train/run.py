@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from mtrain.models.registry import probed
 from mtrain.plan.count import adapter_parameters, parameters
 from mtrain.train.assemble import assemble, named_tokenizer, splits_of
 from mtrain.train.hooks import optional
+from mtrain.train.hooks.alerts import Alerts
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.checkpoints import Checkpoints
 from mtrain.train.hooks.evaluation import Evaluation
@@ -32,7 +33,7 @@ from mtrain.train.hooks.exports import Exports
 from mtrain.train.hooks.graphs import Graphs
 from mtrain.train.hooks.injected import Injected
 from mtrain.train.hooks.life import Life, life_of
-from mtrain.train.hooks.memory import Memory
+from mtrain.train.hooks.memory import Memory, MemorySamples
 from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.hooks.planned import Planned
 from mtrain.train.hooks.profile import Profile
@@ -170,6 +171,7 @@ def run_hooks(
         Evaluation(metrics, progress, splits.unigram_entropy_nats),
         Life(),
         Memory(folder),
+        *watchers(run, folder, metrics, checkpoints),
         Startup(folder, progress),
         Planned(folder, progress),
         Sample(splits, checkpoints, paths.checkpoint, progress),
@@ -194,6 +196,22 @@ def run_hooks(
         # last, because it may wait for minutes once the run is over
         hooks.append(Exports(folder, progress))
     return hooks
+
+
+def watchers(
+    run: RunConfig, folder: Path, metrics: Metrics, checkpoints: Checkpoints
+) -> list[Hook]:
+    """Return the hooks that raise alerts and that sample memory, as far as `log` enables them."""
+    found: list[Hook] = []
+    see: dict[str, Any] = {}
+    if run.log.alerts:
+        alerts = Alerts(run, folder, metrics)
+        found.append(alerts)
+        see["see"] = alerts.see
+    if run.log.memory_interval is not None:
+        interval = run.log.memory_interval
+        found.append(MemorySamples(interval, metrics, checkpoints.staging_bytes, **see))
+    return found
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> None:

@@ -339,6 +339,11 @@ class BackgroundSaves:
         elif self._writer is not None:
             self._end_writer(kill=False)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Return the host memory that tensors are copied to."""
+        return 0 if self._writer is None else self._writer.memory.capacity
+
     def _agreed_token(self) -> str:
         """Return a word that no earlier process of this run had."""
         return self._world.tell(f"{time.time_ns():x}" if self._world.rank == 0 else "")

@@ -206,8 +206,15 @@ def _is_section(path: str) -> bool:
     return field is not None and section_in(field.annotation) is not None
 
 
+HIDDEN = "..."
+"""The value of a secret in a message."""
+
+
 def unknown_key(path: str, value: Any, where: Where) -> Problem:
     """Return the problem of an unknown key, with suggestions."""
+    if path.startswith("log.") and "webhook" in path:
+        # Whoever has the URL may post there, so no message repeats it.
+        return Problem("MT375", path, HIDDEN, "", "set MTRAIN_WEBHOOK", where(path))
     near, why = suggest(path)
     top = path.split(".")[0]
     if MERGE in path.split("."):

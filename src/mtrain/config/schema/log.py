@@ -68,5 +68,29 @@ class LogConfig(Section):
     """
     statistics: StatisticsConfig = StatisticsConfig()
     """Statistics of weights, gradients, updates and moments, by module."""
+    alerts: bool = True
+    """Print a line, and add an event of kind `alert`, where a number of the run needs a look: a
+    loss or a gradient norm that is not finite or jumps, a loss that rises or is flat, a slow run,
+    waits for data, full memory, experts without tokens, a loss scale at its floor, a worse
+    evaluation. MTRAIN_WEBHOOK in the environment is the URL that alerts are posted to as well.
+    """
+    alert_window: Annotated[
+        Annotated[int, Field(ge=40, le=1_000_000)], Key(when="log.alerts", unit="steps")
+    ] = 200
+    """Steps over which a loss that does not fall raises an alert; of a long run, at least a quarter
+    of its steps so far.
+    """
+    alert_slowdown: Annotated[Annotated[float, Field(gt=1)] | None, Key(when="log.alerts")] = None
+    """The factor below the median of tokens per second, and below the plan, that raises an alert.
+    null: 1.5, and on a CPU none, because other processes share its cores.
+    """
+    alert_memory: Annotated[Annotated[float, Field(gt=0, le=1)], Key(when="log.alerts")] = 0.95
+    """The share of a device's memory that tensors, or of a machine's memory that processes, may
+    take before an alert.
+    """
+    memory_interval: Annotated[PositiveInt | None, Key(unit="steps")] = 100
+    """Steps between two samples of the memory of every rank, which are events of kind `memory`;
+    null: none.
+    """
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
     """The port on 127.0.0.1 at which the sink prometheus answers."""

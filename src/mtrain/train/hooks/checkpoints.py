@@ -98,6 +98,10 @@ class Checkpoints(Hook):
             device = context.world.device
             self.saves = BackgroundSaves(ranks, device, here.local_rank, limits, self.writer)
 
+    def staging_bytes(self) -> int:
+        """Return the host memory of this rank that saves in the background copy to."""
+        return 0 if self.saves is None else self.saves.staging_bytes
+
     def before_update(self, context: TrainContext) -> None:
         """Wait until the update may change what is being saved, and note how the save is doing."""
         if self.saves is None or self.saves.pending is None:

@@ -195,15 +195,16 @@ def check_finite(result: StepResult) -> None:
     """Raise TrainingError where a step's loss, or the gradient of a step that was taken, is not a
     number.
     """
-    if not math.isfinite(result.loss):
-        raise TrainingError(
-            f"step {result.step}: the loss is {result.loss}; nothing of this step is saved"
-        )
-    if result.updated and not math.isfinite(result.grad_norm):
-        raise TrainingError(
-            f"step {result.step}: the gradient norm is {result.grad_norm}; nothing of this step is"
-            " saved"
-        )
+    found = {"loss": result.loss}
+    if result.updated:
+        found["gradient norm"] = result.grad_norm
+    for name, value in found.items():
+        if not math.isfinite(value):
+            error = TrainingError(
+                f"step {result.step}: the {name} is {value}; nothing of this step is saved"
+            )
+            error.alert = "non_finite"
+            raise error
 
 
 def check_updates(result: StepResult, run: RunConfig) -> None:

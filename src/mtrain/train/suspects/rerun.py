@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from mtrain.train.loop import step as steps
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.prefetch import Batch
 from mtrain.train.loop.readings import summed_report
+from mtrain.train.running_median import RunningMedian
 from mtrain.train.suspects.blame import Dispute, culprit, roots
 from mtrain.train.suspects.recorder import OWN, Recorder
 from mtrain.world.heartbeat import begin_phase
@@ -110,7 +109,7 @@ class Suspects:
         """Check the steps that `config.rerun` selects."""
         self.interval = config.rerun_interval if config.rerun == "every_n" else None
         self.factor = config.spike_factor
-        self.usual = {name: deque[float](maxlen=WINDOW) for name in ("loss", "gradient norm")}
+        self.usual = {name: RunningMedian(WINDOW, LEAST) for name in ("loss", "gradient norm")}
         self.checked = 0
         """Steps that were computed again."""
 
@@ -157,8 +156,7 @@ class Suspects:
             del values["gradient norm"]
         found = ""
         for name, value in values.items():
-            usual = self.usual[name]
-            middle = median(usual) if len(usual) >= LEAST else math.inf
+            middle = self.usual[name].middle
             if not math.isfinite(value):
                 found = found or f"the {name} is {value}"
             elif value > self.factor * middle:
@@ -167,7 +165,7 @@ class Suspects:
                 )
         if not found:
             for name, value in values.items():
-                self.usual[name].append(value)
+                self.usual[name].add(value)
         return found
 
     def _judge(

@@ -6,15 +6,14 @@ the run as well, and nobody may notice for hours.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from statistics import median
 from typing import Any
 
 from mtrain.errors import TrainingError
 from mtrain.train.hooks.base import Hook
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.result import StepResult
+from mtrain.train.running_median import RunningMedian
 
 WINDOW = 100
 """The number of steps whose median loss is the reference; no check happens before as many."""
@@ -28,7 +27,7 @@ class LossSpikes(Hook):
     """Ends a run whose loss was above `FACTOR` times its running median for `PATIENCE` steps."""
 
     def __init__(self) -> None:
-        self.losses: deque[float] = deque(maxlen=WINDOW)
+        self.losses = RunningMedian(WINDOW, WINDOW)
         self.above = 0
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
@@ -37,11 +36,11 @@ class LossSpikes(Hook):
         Raises:
             TrainingError: the loss stayed high. The steps since the last checkpoint are not saved.
         """
-        usual = median(self.losses) if len(self.losses) == WINDOW else float("inf")
+        usual = self.losses.middle
         if result.loss <= FACTOR * usual:
             self.above = 0
             # High losses stay out of the median, which would otherwise rise with them.
-            self.losses.append(result.loss)
+            self.losses.add(result.loss)
             return
         self.above += 1
         if self.above >= PATIENCE:
@@ -54,11 +53,11 @@ class LossSpikes(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses of the window and the steps above their median."""
-        return {"losses": list(self.losses), "above": self.above}
+        return {"losses": list(self.losses.values), "above": self.above}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the window of the resumed run."""
-        self.losses.extend(state["losses"])
+        self.losses.load(state["losses"])
         self.above = state["above"]
 
 

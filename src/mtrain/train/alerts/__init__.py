@@ -1,0 +1,1 @@
+"""Alerts: detectors that read the numbers of a run, and the webhook that they are sent to."""
