@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -290,6 +291,12 @@ class BadEnvironment(MtrainError):
     """The configuration is valid, but this machine, or the software on it, cannot run it."""
 
     exit_code = 3
+
+
+NO_MEMORY = re.compile(
+    r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
+)
+"""Texts of errors of a process that gets no more host memory."""
 
 
 def of_the_place(error: BaseException) -> BadEnvironment | None:

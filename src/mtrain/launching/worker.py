@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from mtrain import startup, strict_json
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import (
+    NO_MEMORY,
     BadEnvironment,
     ConfigError,
     CorruptData,
@@ -190,9 +191,6 @@ OWN = (
     "no space left on device",
 )
 NO_DESCRIPTOR = re.compile(r"too many open files", re.IGNORECASE)
-NO_MEMORY = re.compile(
-    r"cannot allocate memory|can't allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
-)
 ASKED = re.compile(r"allocate (\d+) bytes")
 LESS_MEMORY = "fewer ranks on this machine, or a smaller trainer.micro_batch_size"
 NO_THREAD = re.compile(

@@ -35,6 +35,7 @@ from mtrain.train.hooks.injected import Injected
 from mtrain.train.hooks.life import Life, life_of
 from mtrain.train.hooks.memory import Memory, MemorySamples
 from mtrain.train.hooks.metrics import Metrics
+from mtrain.train.hooks.out_of_memory import OutOfMemory
 from mtrain.train.hooks.planned import Planned
 from mtrain.train.hooks.profile import Profile
 from mtrain.train.hooks.progress import Progress
@@ -201,7 +202,9 @@ def run_hooks(
 def watchers(
     run: RunConfig, folder: Path, metrics: Metrics, checkpoints: Checkpoints
 ) -> list[Hook]:
-    """Return the hooks that raise alerts and that sample memory, as far as `log` enables them."""
+    """Return the hooks that raise alerts and that sample memory, as far as `log` enables them, and
+    that report a lack of memory.
+    """
     found: list[Hook] = []
     see: dict[str, Any] = {}
     if run.log.alerts:
@@ -211,7 +214,7 @@ def watchers(
     if run.log.memory_interval is not None:
         interval = run.log.memory_interval
         found.append(MemorySamples(interval, metrics, checkpoints.staging_bytes, **see))
-    return found
+    return [*found, OutOfMemory(folder)]
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> None:

@@ -57,10 +57,10 @@ class Alerts(Hook):
                 self._raise(alert)
 
     def on_error(self, context: TrainContext, error: BaseException, *, saveable: bool) -> None:
-        """Raise an alert of the error that ends the run."""
+        """Raise an alert of the error that ends the run, which the launcher prints."""
         if self.is_rank0 and not isinstance(error, Preempted | KeyboardInterrupt):
             name = error.alert if isinstance(error, TrainingError) else TrainingError.alert
-            self._raise(Alert(name, context.state.step, reason(error)))
+            self._send(Alert(name, context.state.step, reason(error)))
 
     def close(self) -> None:
         """End the thread of the webhook."""
@@ -80,9 +80,12 @@ class Alerts(Hook):
             self.detectors = Detectors(detectors(self.run))
 
     def _raise(self, alert: Alert) -> None:
-        self.metrics.note(log.ALERT, alert.step, name=alert.name, text=alert.text)
         with suppress(OSError, ValueError):  # nobody reads any more
             say(f"alert[{alert.name}]: step {alert.step}: {alert.text}", error=True)
+        self._send(alert)
+
+    def _send(self, alert: Alert) -> None:
+        self.metrics.note(log.ALERT, alert.step, name=alert.name, text=alert.text)
         if self.webhook is not None:
             text = f"{self.name_of_run}: step {alert.step}: {alert.text}"
             facts = {"alert": alert.name, "step": alert.step, "run": self.name_of_run}

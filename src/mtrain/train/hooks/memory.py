@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from mtrain import strict_json
+from mtrain.config.machine.hardware import free_memory_bytes, memory_bytes
 from mtrain.events import log
 from mtrain.plan.compare import ALLOCATED, MEASURED, PEAKS, by_rank_of
 from mtrain.train.hooks.base import Hook
@@ -73,11 +74,10 @@ def sample_of(world: World, staging_bytes: int = 0) -> dict[str, float]:
     found: dict[str, float] = dict(world.device.memory_stats())
     if held := found.get("held_bytes"):
         found["fragmentation"] = round(1 - found["allocated_bytes"] / held, 4)
-    machine = psutil.virtual_memory()
     return found | {
         "host_rss_bytes": psutil.Process().memory_info().rss,
-        "host_bytes": machine.total,
-        "host_free_bytes": machine.available,
+        "host_bytes": memory_bytes(),
+        "host_free_bytes": free_memory_bytes(),
         "staging_bytes": staging_bytes,
     }
 
