@@ -207,6 +207,17 @@ def test_restarted_run_never_after_environment_fault(tmp_path: Path) -> None:
     assert re.search(refused, done.stderr), done.stderr
     assert "fewer ranks on this machine" in done.stderr
     assert not restarts(tmp_path / "runs/run")
+    # The report of that rank: tensors by module, the plan's parts, and what would need less.
+    assert "rank 1 is out of memory in step 2: " in done.stderr
+    (file,) = (tmp_path / "runs/run/errors").glob("out_of_memory_*")
+    assert file.name == "out_of_memory_rank_00001.json"
+    report = json.loads(file.read_text())
+    embedding = report["modules"]["embedding.word_embeddings"]
+    assert embedding["weights"] == embedding["gradients"] > 0
+    assert embedding["optimizer"] >= 2 * embedding["weights"]
+    assert report["modules_bytes"] + report["rest_bytes"] == report["memory"]["allocated_bytes"]
+    assert report["planned_peak_bytes"] == sum(report["planned"].values())
+    assert report["fix"]
 
 
 def _damaged() -> None:

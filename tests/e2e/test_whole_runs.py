@@ -49,6 +49,7 @@ def text_words(home: Path) -> list[str]:
         "trainer.train_iters=12",
         "trainer.sample_tokens=8",
         "checkpoint.save_interval=6",
+        "log.memory_interval=5",
     ]
 
 
@@ -95,6 +96,12 @@ def test_whole_run_leaves_documented_files(trained: Path) -> None:
     assert kinds["step"] == 12
     assert kinds["checkpoint"] == len(list((trained / "checkpoints").iterdir()))
     assert [event["how"] for event in stream if event["kind"] == "end"] == ["finished"]
+    samples = [event for event in stream if event["kind"] == "memory"]
+    assert [event["step"] for event in samples] == [5, 10]
+    ranks = json.loads((trained / "plan.json").read_text())["ranks"]
+    assert all(len(event["ranks"]) == ranks for event in samples)
+    assert all(rank["host_rss_bytes"] > 0 for event in samples for rank in event["ranks"])
+    assert "alert" not in kinds
     life = json.loads((trained / "goodput.json").read_text())["seconds"]
     assert all(life[cause] > 0 for cause in ("stepping", "evaluating", "saving", "loading"))
 

@@ -81,9 +81,9 @@ class Excess:
     """The distance from the level above which a value is high."""
 
     spreads: float
-    """In units of the noise."""
+    """Multiples of the noise."""
     share: float
-    """As a share of the level."""
+    """A share of the level."""
 
     def bound(self, level: Level, logarithms: bool) -> float:
         """Return the largest value that is not high; infinity while that is unknown."""
