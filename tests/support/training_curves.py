@@ -62,7 +62,6 @@ class Curve:
         self.valid = self._evaluations()
         load = r.dirichlet(np.full(16, 30.0), (count, 4))
         self.load = load * 4096
-        self.valid_is_nan = False
 
     def _batches(self) -> np.ndarray:
         whole = 256
@@ -146,9 +145,10 @@ class Curve:
                 line["loss_scale"] = float(self.scale[place])
             if self.skipped[place]:
                 line["skipped"] = True
-            load = {f"{layer}": row.tolist() for layer, row in enumerate(self.load[place])}
-            line["expert_load"] = load
-            line["rank_load"] = self.load[place].sum(0).reshape(4, 4).sum(1).tolist()
+            if step % 2 == 0:
+                load = self.load[place]
+                line["expert_load"] = {f"{layer}": row.tolist() for layer, row in enumerate(load)}
+                line["rank_load"] = load.sum(0).reshape(4, 4).sum(1).tolist()
             yield step, line
             if step % self.eval_interval == 0:
                 yield step, {"valid_loss": float(self.valid[place])}
