@@ -94,14 +94,20 @@ class Detectors:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON values."""
-        found = {}
+        """Return what a resumed run needs, as JSON values.
+
+        Gates without an alert are left out: those of times would differ between equal runs.
+        """
+        found: dict[str, Any] = {}
         for detector in self.detectors:
             gate = self.gates[detector.name]
-            found[detector.name] = {
-                "gate": [gate.alerts, gate.absent, gate.shut],
-                "state": detector.state(),
-            }
+            kept: dict[str, Any] = {}
+            if gate.alerts:
+                kept["gate"] = [gate.alerts, gate.absent, gate.shut]
+            if state := detector.state():
+                kept["state"] = state
+            if kept:
+                found[detector.name] = kept
         return found
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -109,8 +115,9 @@ class Detectors:
         for detector in self.detectors:
             if detector.name in state:
                 saved = state[detector.name]
-                self.gates[detector.name] = Gate(*saved["gate"])
-                detector.load(saved["state"])
+                self.gates[detector.name] = Gate(*saved.get("gate", ()))
+                if "state" in saved:
+                    detector.load(saved["state"])
 
 
 def number(line: Line, key: str) -> float | None:
