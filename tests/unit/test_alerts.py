@@ -93,6 +93,20 @@ def test_alerts_hysteresis_does_not_flood() -> None:
     assert all(2 <= number <= 12 for number in by_name), by_name
 
 
+def test_alerts_full_memory_of_one_rank_lasts_between_samples() -> None:
+    detectors = Detectors([machines.FullMemory(0.95, 100.0)])
+    found = []
+    for step in range(1, 1000):
+        found += detectors.see(step, {"peak_bytes": 50.0})
+        if step % 200 == 0:
+            found += detectors.see(step, {"ranks": [{"peak_bytes": 50.0}, {"peak_bytes": 96.0}]})
+    (alert,) = found
+    assert (alert.step, "rank 1" in alert.text) == (200, True)
+    host = {"peak_bytes": 9e9, "host_bytes": 100.0, "host_free_bytes": 4.0}
+    (alert,) = Detectors([machines.FullMemory(0.95, None)]).see(1, {"ranks": [host]})
+    assert "machine of rank 0" in alert.text
+
+
 @pytest.mark.parametrize("name", ["loss_flat", "loss_rising", "grad_norm_spike"])
 def test_alerts_resumed_are_those_of_one_run(name: str) -> None:
     fault = next(f for f in curves.FAULTS if f.alerts[0] == name and f.mark > 300)

@@ -130,16 +130,18 @@ class FullMemory(Detector):
         """Compare with `share` of a device's memory; None: it is unknown, or the host's."""
         self.share = share
         self.device_bytes = device_bytes
+        self.sampled = ""
+        """The condition in the last sample, which lasts until the next one."""
 
     def see(self, line: Line) -> str | None:
         """Compare the fullest device, and the fullest host."""
         ranks = line.get("ranks")
-        if ranks is None:
-            if self.device_bytes is None or number(line, "peak_bytes") is None:
-                return None
-            ranks = [line]
-        found = self._of_devices(ranks) if self.device_bytes else ""
-        return found or self._of_hosts(ranks)
+        if ranks is not None:
+            self.sampled = self._of_devices(ranks) or self._of_hosts(ranks)
+            return self.sampled
+        if number(line, "peak_bytes") is None:
+            return None
+        return self.sampled or self._of_devices([line])
 
     def _of_devices(self, ranks: Sequence[Line]) -> str:
         peaks = [number(rank, "peak_bytes") or 0.0 for rank in ranks]
