@@ -99,8 +99,8 @@ def test_whole_run_leaves_documented_files(trained: Path) -> None:
     samples = [event for event in stream if event["kind"] == "memory"]
     assert [event["step"] for event in samples] == [5, 10]
     ranks = json.loads((trained / "plan.json").read_text())["ranks"]
-    assert all(len(event["ranks"]) == ranks for event in samples)
-    assert all(rank["host_rss_bytes"] > 0 for event in samples for rank in event["ranks"])
+    resident = [event["by_rank"]["host_rss_bytes"] for event in samples]
+    assert all(len(sizes) == ranks and min(sizes) > 0 for sizes in resident)
     assert "alert" not in kinds
     life = json.loads((trained / "goodput.json").read_text())["seconds"]
     assert all(life[cause] > 0 for cause in ("stepping", "evaluating", "saving", "loading"))

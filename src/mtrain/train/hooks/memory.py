@@ -138,8 +138,11 @@ class MemorySamples(Hook):
         ranks = [json.loads(text) for text in store.multi_get(keys)]
         # A store that outlived an earlier start of the ranks may have a sample of that one.
         found = [rank if rank.pop("step") == self.step else None for rank in ranks]
-        self.metrics.note(log.MEMORY, self.step, ranks=found)
-        self.see(self.step, {"ranks": [rank for rank in found if rank is not None]})
+        known = [rank for rank in found if rank is not None]
+        # A line of numbers by key stays short enough for readers, whatever the number of ranks.
+        by_rank = {key: [rank and rank.get(key) for rank in found] for key in known[0]}
+        self.metrics.note(log.MEMORY, self.step, by_rank=by_rank)
+        self.see(self.step, {"ranks": known})
 
     def _key(self, rank: int) -> str:
         """Return where a sample is: rank 0 reads one while other ranks may write the next."""
