@@ -25,6 +25,7 @@ STATISTICS = "statistics"
 CHECKPOINT = "checkpoint"
 RESTART = "restart"
 WARNING = "warning"
+ANOMALY = "anomaly"
 DROPPED = "dropped"
 END = "end"
 MOST_HELD = 10_000
