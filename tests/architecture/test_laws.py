@@ -25,6 +25,7 @@ LAYERS = {
     "units": 0,
     "strict_json": 0,
     "object_store": 1,
+    "pages": 1,
     "config": 2,
     "durable": 2,
     "startup": 2,

@@ -89,8 +89,8 @@ def train(
         found[odd] = np.asarray(numbers)[odd, None] // size % samples.vocab_size
         return found
 
-    def noted(suspects: Suspects, config: Any) -> None:
-        init(suspects, config)
+    def noted(suspects: Suspects, *given: Any) -> None:
+        init(suspects, *given)
         made.append(suspects)
 
     error = ""

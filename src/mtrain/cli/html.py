@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
-from string import Template
 from typing import Any
 
-from mtrain.errors import in_a_line, visible
+from mtrain.pages import html_page as html_page
+from mtrain.pages import text_of
 
-TEMPLATES = Path(__file__).with_name("templates")
 # part of the memory -> its colour
 COLOURS = {
     "weights": "#4477aa",
@@ -29,23 +27,6 @@ COLOURS = {
 LIMIT = "#d1242f"
 # A picture this wide fills its page. A wider one scrolls: shrunk, it could not be read.
 PAGE = 1000
-
-
-def html_page(title: str, style: str, body: Iterable[str]) -> str:
-    """Return a page with the CSS of the file `style`; its policy forbids scripts and the network.
-
-    Only `title` is escaped here: `body` is markup.
-    """
-    page = Template((TEMPLATES / "page.html").read_text(encoding="utf-8"))
-    css = (TEMPLATES / style).read_text(encoding="utf-8")
-    return page.substitute(title=text_of(title), style=css, body="\n".join(body))
-
-
-def text_of(value: Any) -> str:
-    """Return text for a page: what cannot be printed becomes its code, and nothing in
-    it is markup.
-    """
-    return escape(visible(in_a_line(str(value))))
 
 
 def table_of(rows: Iterable[Sequence[Any]], head: Sequence[str] = (), prose: int = -1) -> str:

@@ -34,6 +34,7 @@ NAMES = (
     "doctor",
     "goodput",
     "compare",
+    "bisect",
     "checkpoint",
     "completion",
     "explain",

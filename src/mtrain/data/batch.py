@@ -213,13 +213,24 @@ class GlobalBatches:
         numbers = self.numbers(consumed_samples, size)
         fills = self._fills(numbers) if self.pads else np.zeros(numbers.shape, np.bool_)
         numbers = np.where(fills, 0, numbers)  # there may be no sample after the last one
-        windows = torch.from_numpy(self.samples.batch(numbers.ravel()))
-        parts = zip(windows.split(self.micro_batch_size), numbers, strict=True)
-        batches = [self.collator(tokens, samples) for tokens, samples in parts]
+        batches = self._collated(numbers, self.samples.batch(numbers.ravel()))
         if self.pads:
             for batch, part in zip(batches, torch.from_numpy(fills), strict=True):
                 self._leave_out(batch, part)
         return [self._weighed(batch) for batch in batches]
+
+    def made_of(
+        self, numbers: np.ndarray, changed: Callable[[np.ndarray], np.ndarray]
+    ) -> list[MicroBatch]:
+        """Return micro-batches of any samples, int64 [micro-batches, micro_batch_size]; `changed`
+        gets their tokens, int64 [n, seq_length + 1], and returns those to use.
+        """
+        windows = changed(self.samples.batch(numbers.ravel()))
+        return [self._weighed(batch) for batch in self._collated(numbers, windows)]
+
+    def _collated(self, numbers: np.ndarray, windows: np.ndarray) -> list[MicroBatch]:
+        parts = zip(torch.from_numpy(windows).split(self.micro_batch_size), numbers, strict=True)
+        return [self.collator(tokens, samples) for tokens, samples in parts]
 
     def _fills(self, numbers: np.ndarray) -> np.ndarray:
         """Return which samples of an evaluation do not count; bool, in the shape of `numbers`."""

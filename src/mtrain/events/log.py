@@ -27,6 +27,7 @@ RESTART = "restart"
 WARNING = "warning"
 ALERT = "alert"
 MEMORY = "memory"
+ANOMALY = "anomaly"
 DROPPED = "dropped"
 END = "end"
 MOST_HELD = 10_000

@@ -84,6 +84,12 @@ def logits_job(checkpoint: Path, ids: list[int], out: Path) -> Job:
     return Job("logits", {"checkpoint": str(checkpoint), "ids": ids, "out": str(out)})
 
 
+def bisect_job(checkpoint: Path | None, step: int, usual: Sequence[float], out: Path) -> Job:
+    """Return the job that finds the cause of an anomalous step; see `train.suspects.bisect`."""
+    places = {"checkpoint": path_text(checkpoint), "out": str(out)}
+    return Job("bisect", {**places, "step": step, "usual": list(usual)})
+
+
 # The job that trains one step and writes the masks for `dropout_compare.wrong_masks`
 MASKS = Job("observe_masks")
 
@@ -186,6 +192,21 @@ def _logits(
     logits(run, Path(checkpoint), ids, Path(out))
 
 
+def _bisect(
+    run: RunConfig,
+    home: Path,
+    end: End,
+    checkpoint: str | None,
+    out: str,
+    step: int,
+    usual: Sequence[float],
+) -> None:
+    enter(run, end)
+    from mtrain.train.suspects.bisect import bisect
+
+    bisect(run, _path(checkpoint), step, usual, Path(out))
+
+
 def path_text(path: Path | None) -> str | None:
     """Return a path as text for JSON, or None."""
     return None if path is None else str(path)
@@ -205,4 +226,5 @@ JOBS: dict[str, Callable[..., None]] = {
     "evaluate": _evaluate,
     "answer": _answer,
     "logits": _logits,
+    "bisect": _bisect,
 }

@@ -240,6 +240,16 @@ def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) 
     _in_scratch(run, jobs.answer_job(source.checkpoint, source.tokenizer, questions, as_json))
 
 
+def bisect(
+    run: RunConfig, checkpoint: Path | None, step: int, usual: Sequence[float], out: Path
+) -> None:
+    """Write the cause of an anomalous step to the file `out`, in local processes of `run`'s
+    layout.
+    """
+    ChildProcess("prepare", run, checkpoint=path_text(checkpoint)).result()
+    _in_scratch(run, jobs.bisect_job(checkpoint, step, usual, out.absolute()))
+
+
 def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
     """Write the result of `train.run.logits` to `out`; `run` has one rank."""
     warm(run)

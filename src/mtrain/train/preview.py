@@ -1,4 +1,4 @@
-"""The first samples of a configuration, token by token, as a model learns from them."""
+"""Samples of a configuration, token by token, as a model learns from them."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _parts(document: tuple[Token, ...]) -> int:
     return 1 + sum(token.ends for token in document[:-1])
 
 
-def previewed(run: RunConfig, splits: Splits, part: str, count: int) -> list[Shown]:
-    """Return the first `count` samples of a split, in the order of training.
+def previewed(run: RunConfig, splits: Splits, part: str, numbers: Sequence[int]) -> list[Shown]:
+    """Return samples of a split by their numbers in the order of training.
 
     Raises:
         CorruptData: a sample cannot be read.
@@ -91,13 +91,14 @@ def previewed(run: RunConfig, splits: Splits, part: str, count: int) -> list[Sho
     source = getattr(splits, part)
     texts = _Texts(splits)
     if isinstance(source, PairSamples):
-        return [shown for number in range(count) for shown in _pair(source, number, texts)]
+        return [shown for number in numbers for shown in _pair(source, number, texts)]
     collator = imported(family_of(run.model).collator)(run, splits, part)
     # The weights shown are those that the loss of this split has.
     average = run.trainer.loss_average if part == "train" else "token"
-    batches = GlobalBatches(source, count, 1, 0, 1, collator, None, average).microbatches(0)
+    batches = GlobalBatches(source, 1, 1, 0, 1, collator, None, average)
     return [
-        _shown(f"sample {i} of {part}", source, i, batch, texts) for i, batch in enumerate(batches)
+        _shown(f"sample {i} of {part}", source, i, batches.microbatches(i)[0], texts)
+        for i in numbers
     ]
 
 

@@ -50,6 +50,7 @@ from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import StopRequest
 from mtrain.train.loop.trainer import Trainer
 from mtrain.train.suspects.rerun import Suspects
+from mtrain.train.suspects.tracing import Tracing
 from mtrain.world import faults
 from mtrain.world.abandon import track
 from mtrain.world.init import World, joined
@@ -116,10 +117,12 @@ def train(
                         track(p for chunk in context.state.chunks for p in chunk.parameters())
                     context.stop = stop
                     context.meter = meter
-                    if run.resilience.rerun != "off":
-                        context.compute = Suspects(run.resilience)
                     startup.mark(startup.BUILDING)
                     _begin(context, splits, paths, progress)
+                    traces = run.log.on_anomaly == "trace"
+                    if run.resilience.rerun != "off" or traces:
+                        tracing = Tracing(context, splits, paths.folder) if traces else None
+                        context.compute = Suspects(run.resilience, tracing)
                     trainer = Trainer(context, run_hooks(run, splits, paths, progress, writer))
                     _introduce(context, splits, progress)
                     trainer.fit()

@@ -29,6 +29,8 @@ LOCAL_FILE = "local.json"
 REMOTE_FILE = "remote.json"
 # The file of a run folder with a line for each step and evaluation.
 METRICS = "metrics.jsonl"
+# The folder of a run folder with the reports of abnormal steps.
+ANOMALIES = "anomalies"
 # Words that `checkpoint.resume` accepts instead of a folder.
 RESUME_WORDS = ("auto", "latest")
 # Matches the name of a choice or of a group.

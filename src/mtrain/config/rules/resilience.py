@@ -15,6 +15,7 @@ RESTARTS = "resilience.restarts"
 IN_PROCESS = "resilience.in_process"
 REPLICA_CHECK = "resilience.replica_check_interval"
 RERUN = "resilience.rerun"
+TRACE = "log.on_anomaly"
 STRAGGLERS = "resilience.straggler_interval"
 
 
@@ -97,28 +98,31 @@ def deterministic_reruns(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT361", example=f"{RERUN}=every_n parallel.fsdp=fsdp2"),
-    reads=f"{RERUN} parallel.fsdp parallel.hybrid_context_parallel trainer.cuda_graph_impl"
+    reads=f"{RERUN} {TRACE} parallel.fsdp parallel.hybrid_context_parallel trainer.cuda_graph_impl"
     " precision.fp8_recipe",
 )
 def repeatable_steps(run: RunConfig) -> Iterator[Finding]:
     """Cannot compute a step twice."""
-    if run.resilience.rerun == "off":
+    reruns = run.resilience.rerun != "off"
+    traces = run.log.on_anomaly != "off"
+    key = next((key for key, on in ((RERUN, reruns), (TRACE, traces)) if on), None)
+    if key is None:
         return
-    off = {RERUN: "off"}
+    off = {RERUN: "off", TRACE: "off"} if reruns and traces else {key: "off"}
     p = run.parallel
     graphs = run.trainer.cuda_graph_impl
     if p.fsdp != "none":
         why = f"parallel.fsdp={p.fsdp} has no gradients of one rank to compare"
-        yield Finding("MT361", RERUN, why, [off])
+        yield Finding("MT361", key, why, [off])
     if p.hybrid_context_parallel:
         why = "parallel.hybrid_context_parallel=true deals documents out over all replicas"
-        yield Finding("MT361", RERUN, why, [{"parallel.hybrid_context_parallel": False}, off])
+        yield Finding("MT361", key, why, [{"parallel.hybrid_context_parallel": False}, off])
     if graphs != "none":
-        why = f"trainer.cuda_graph_impl={graphs} repeats no record of what a rank sends"
-        yield Finding("MT361", RERUN, why, [{"trainer.cuda_graph_impl": "none"}, off])
+        why = f"trainer.cuda_graph_impl={graphs} repeats no record of what modules do"
+        yield Finding("MT361", key, why, [{"trainer.cuda_graph_impl": "none"}, off])
     if run.precision.fp8_recipe == "delayed":
         why = "precision.fp8_recipe=delayed scales by earlier forwards, which the second one is"
-        yield Finding("MT361", RERUN, why, [{"precision.fp8_recipe": "tensorwise"}, off])
+        yield Finding("MT361", key, why, [{"precision.fp8_recipe": "tensorwise"}, off])
 
 
 @rule(

@@ -94,3 +94,13 @@ class LogConfig(Section):
     """
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
     """The port on 127.0.0.1 at which the sink prometheus answers."""
+    on_anomaly: Literal["off", "trace"] = "off"
+    """trace: a step whose loss or gradient norm is not finite, or above `resilience.spike_factor`
+    times its running median, is computed again with the statistics of every module; the first
+    module and direction whose output is abnormal, its rank, micro-batch and documents are in
+    `anomalies/step_N/`. Finite faults need a reference of healthy steps, see `trace_interval`.
+    """
+    trace_interval: Annotated[PositiveInt, Key(when="log.on_anomaly=trace", unit="steps")] = 100
+    """Steps between two that are traced in any case, as a reference for abnormal ones. They find
+    abnormal outputs that move neither loss nor norm, too.
+    """

@@ -44,11 +44,10 @@ class ResilienceConfig(Section):
     """
     rerun_interval: Annotated[PositiveInt, Key(when="resilience.rerun=every_n")] = 100
     """Steps between two that are computed again."""
-    spike_factor: Annotated[float, Field(gt=1), Key(when="resilience.rerun=on_anomaly|every_n")] = (
-        4.0
-    )
+    spike_factor: Annotated[float, Field(gt=1)] = 4.0
     """The multiple of its median over the last 100 normal steps above which a loss or a gradient
-    norm is an anomaly; nothing is compared before 10 steps of this process.
+    norm is an anomaly for `rerun` and `log.on_anomaly`; nothing is compared before 10 steps of this
+    process.
     """
     straggler_interval: Annotated[PositiveInt | None, Key(unit="steps")] = None
     """Steps between two reports in which ranks compare the time of their own work, without waits

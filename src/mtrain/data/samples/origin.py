@@ -6,19 +6,47 @@ from typing import Any
 
 from mtrain.data.samples.blend import Blend
 from mtrain.data.samples.token_stream import Samples
+from mtrain.data.samples.whole_documents import WholeDocuments
 
 
 def origin(source: Any, number: int) -> str:
     """Return the corpus and the documents of a sample; "" for synthetic tokens."""
     if hasattr(source, "place"):
         return str(source.place(number))
-    if isinstance(source, Blend):
+    corpus, documents = documents_of(source, number)
+    plural = "s" if len(documents) > 1 else ""
+    return f"{corpus}: document{plural} {', '.join(map(str, documents))}" if corpus else ""
+
+
+def documents_of(source: Any, number: int) -> tuple[str, list[int]]:
+    """Return the corpus of a sample, and the numbers of its documents there; "" and none for
+    synthetic tokens, and for records that are named by file and line.
+    """
+    if hasattr(source, "places") and hasattr(source, "parts"):
         part, index = source.places([number])
-        return origin(source.parts[int(part[0])], int(index[0]))
+        return documents_of(source.parts[int(part[0])], int(index[0]))
+    if isinstance(source, WholeDocuments):
+        read = source.read(source.find(number))
+        return str(source.dataset.prefix), [int(document) for document, _, _ in read]
     if not isinstance(source, Samples):
-        return ""
+        return "", []
     data = source.dataset
     tokens = source.tokens_of(number)
-    documents = sorted({data.document_at(place) for place in tokens.tolist()})
-    plural = "s" if len(documents) > 1 else ""
-    return f"{data.prefix}: document{plural} {', '.join(map(str, documents))}"
+    return str(data.prefix), sorted({data.document_at(place) for place in tokens.tolist()})
+
+
+def pieces(source: Any, number: int) -> list[tuple[int, int, int]]:
+    """Return the first token, the end and the number of each document in a sample of a token
+    stream; none where the tokens of a sample are not consecutive.
+    """
+    if isinstance(source, Blend):
+        part, index = source.places([number])
+        return pieces(source.parts[int(part[0])], int(index[0]))
+    if type(source) is not Samples:
+        return []
+    documents = [source.dataset.document_at(place) for place in source.tokens_of(number).tolist()]
+    found = []
+    for document in sorted(set(documents)):
+        begin = documents.index(document)
+        found.append((begin, begin + documents.count(document), document))
+    return found

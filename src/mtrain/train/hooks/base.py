@@ -85,6 +85,9 @@ class Hook:
     def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Act after a step; several steps may be reported at once, in order: see `waits_for`."""
 
+    def on_anomaly(self, context: TrainContext, report: Mapping[str, Any]) -> None:
+        """Act on the report of an anomalous step (`log.on_anomaly`), before its update is made."""
+
     def after_evaluation(self, context: TrainContext, loss: float) -> None:
         """Act after an evaluation of the model after step `context.state.step`, with its loss."""
 

@@ -24,6 +24,8 @@ from mtrain.train.loop.interruptions import SAVE
 from mtrain.train.loop.result import StepResult
 
 RESTARTS = "restarts.jsonl"
+EVENT = ("anomaly", "found", "reproduced", "rank", "micro_batch")
+"""Keys of the report of an anomaly that its event has, too."""
 GRACE_S = 0.02
 """Seconds that a step waits for its line, so that a killed process leaves it behind."""
 SAVE_S = 5.0
@@ -120,6 +122,13 @@ class Metrics(Hook):
         """Add an event of another hook, on rank 0."""
         if self.writer is not None:
             self.writer.put(kind, step, **facts)
+
+    def on_anomaly(self, context: TrainContext, report: Mapping[str, Any]) -> None:
+        """Note an anomalous step: the first abnormal output, and its samples."""
+        if self.writer is not None:
+            samples = [{key: one[key] for key in ("sample", "place")} for one in report["samples"]]
+            facts = {name: report[name] for name in EVENT}
+            self.writer.put(log.ANOMALY, report["step"], **facts, samples=samples)
 
     def finish(self, context: TrainContext) -> None:
         """Note that the run came to an end, of its own or on request."""

@@ -1,4 +1,5 @@
-"""`resilience.rerun`: a step that looks wrong is computed again before its update is made.
+"""`resilience.rerun` and `log.on_anomaly`: a step that looks wrong is computed again before its
+update is made.
 
 The same bits twice clear the device, unless it errs the same way each time. That is what replicas
 are for: their weights are compared, and each computes the samples of its neighbour. Other bits
@@ -12,6 +13,7 @@ import json
 import math
 import platform
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,7 +24,6 @@ from mtrain import strict_json
 from mtrain.ckpt.state import rng_tensors, set_rng_tensors
 from mtrain.config.resolve.batches import size_after
 from mtrain.config.schema.resilience import ResilienceConfig
-from mtrain.data.samples.origin import origin
 from mtrain.errors import DeviceFault, warn
 from mtrain.mcore.state.local_params import local_params, unwrap
 from mtrain.mcore.state.optimizer_state import loss_scale
@@ -34,6 +35,13 @@ from mtrain.train.loop.readings import summed_report
 from mtrain.train.running_median import RunningMedian
 from mtrain.train.suspects.blame import Dispute, culprit, roots
 from mtrain.train.suspects.recorder import OWN, Recorder
+from mtrain.train.suspects.tracing import (
+    Tracing,
+    decided,
+    samples_of,
+    told,
+    worst_micro_batch,
+)
 from mtrain.world.heartbeat import begin_phase
 
 WINDOW = 100
@@ -42,8 +50,6 @@ LEAST = 10
 """Normal steps before anything is compared with their median."""
 INTERVAL = "interval"
 """The trigger of a step that is checked because it is its turn."""
-LARGEST = 1e300
-"""The loss of a micro-batch whose loss is not a number, where losses are compared."""
 
 
 @dataclass
@@ -75,12 +81,13 @@ class Start:
     """Checksums."""
 
     @classmethod
-    def of(cls, context: TrainContext) -> Start:
-        """Return the state now."""
+    def of(cls, context: TrainContext, *, checks: bool = True) -> Start:
+        """Return the state now, without checksums unless it `checks`."""
         model = [unwrap(chunk) for chunk in context.state.chunks]
         buffers = [buffer for chunk in model for buffer in chunk.buffers()]
         copies = [(buffer, buffer.clone()) for buffer in buffers]
-        return cls(rng_tensors(context.world), copies, weight_sums(context))
+        weights = weight_sums(context) if checks else torch.zeros(0, dtype=torch.int64)
+        return cls(rng_tensors(context.world), copies, weights)
 
     def restore(self, context: TrainContext, rng: dict[str, torch.Tensor] | None = None) -> None:
         """Go back to it, with the random numbers of another rank if `rng` has them."""
@@ -105,11 +112,13 @@ class Computed:
 class Suspects:
     """The computation of gradients, with checks of suspect steps; `TrainContext.compute`."""
 
-    def __init__(self, config: ResilienceConfig) -> None:
-        """Check the steps that `config.rerun` selects."""
+    def __init__(self, config: ResilienceConfig, tracing: Tracing | None = None) -> None:
+        """Check the steps that `config.rerun` selects, and trace anomalies with `tracing`."""
+        self.mode = config.rerun
         self.interval = config.rerun_interval if config.rerun == "every_n" else None
         self.factor = config.spike_factor
         self.usual = {name: RunningMedian(WINDOW, LEAST) for name in ("loss", "gradient norm")}
+        self.tracing = tracing
         self.checked = 0
         """Steps that were computed again."""
 
@@ -120,17 +129,43 @@ class Suspects:
             DeviceFault: a device is at fault; the same on every rank.
         """
         step = context.state.step + 1
-        if self.interval is not None and step % self.interval:
+        turn = self.interval is not None and step % self.interval == 0
+        tracing = self.tracing
+        if tracing is None and self.interval is not None and not turn:
             return steps.gradients(context, batches)
-        start = Start.of(context)
-        first = computed(context, batches)
+        judges = turn or self.mode == "on_anomaly"
+        compute = computed if judges else _computed_only
+        start = Start.of(context, checks=judges)
+        traced = tracing is not None and tracing.is_due(step)
+        with tracing.listening() if tracing is not None and traced else nullcontext():
+            first = compute(context, batches)
         anomaly = self._anomaly(context, first.reports)
-        if not anomaly and self.interval is None:
+        if tracing is not None and traced:
+            anomaly = tracing.settled(anomaly)
+        traced = tracing is not None and bool(anomaly) and not tracing.is_silent
+        if not turn and not traced and not (judges and anomaly):
             return first.reports
         self.checked += 1
         begin_phase("computing a step again")
         start.restore(context)
-        second = computed(context, batches, measures=True)
+        with tracing.listening() if tracing is not None and traced else nullcontext():
+            second = compute(context, batches, measures=True)
+        if tracing is not None and traced:
+            tracing.report(step, anomaly, second.reports)
+        if not judges:
+            return second.reports
+        return self._judged(context, batches, anomaly, start, first, second)
+
+    def _judged(
+        self,
+        context: TrainContext,
+        batches: Sequence[Batch],
+        anomaly: str,
+        start: Start,
+        first: Computed,
+        second: Computed,
+    ) -> list[torch.Tensor]:
+        """Report who is at fault; return the reports of the present gradients."""
         trigger = anomaly or INTERVAL
         verdict = self._judge(context, trigger, start, first, second)
         if verdict.kind == "data":
@@ -138,7 +173,7 @@ class Suspects:
             start.restore(context)
             second = computed(context, batches)
         if anomaly or verdict.kind == "device":
-            self._report(context, step, verdict, second)
+            self._report(context, context.state.step + 1, verdict, second)
         return second.reports
 
     def _anomaly(self, context: TrainContext, reports: Sequence[torch.Tensor]) -> str:
@@ -199,8 +234,8 @@ class Suspects:
 
     def _roots(self, context: TrainContext, differs: list[tuple[str, bool]]) -> list[int]:
         """Return the ranks whose computation differs, on every rank."""
-        lists = _told(context.world, f"suspects/{context.state.step}/sent", differs)
-        return list(_decided(context, roots(lists)))
+        lists = told(context.world, f"suspects/{context.state.step}/sent", differs)
+        return list(decided(context, roots(lists)))
 
     def _exchange(
         self, context: TrainContext, trigger: str, start: Start, second: Computed
@@ -221,14 +256,14 @@ class Suspects:
         batches = context.prefetcher.read_for(owner, consumed, size)
         third = computed(context, batches, measures=True)
         both = [asdict(_local(context, made)) for made in (second, third)]
-        made = _told(world, f"{place}/made", both)
+        made = told(world, f"{place}/made", both)
         disputes: list[Dispute] = []
         for first in range(grid.dp if made else 0):
             ranks = [rank for rank in range(world.size) if grid.coords(rank)["dp"] == first]
             disputes += _disputes(ranks, mates, made)
         rank = culprit(disputes, self.factor)
         rivals = {rank for each in disputes for rank in (each.computer, each.owner)}
-        suspected, at_fault = _decided(context, [sorted(rivals), rank])
+        suspected, at_fault = decided(context, [sorted(rivals), rank])
         # All ranks have read them: rank 0 has decided.
         world.store.delete_key(f"{place}/rng/{world.rank}")
         world.store.delete_key(f"{place}/made/{world.rank}")
@@ -242,7 +277,7 @@ class Suspects:
         """Record the verdict and say it; end the run if a device is at fault."""
         world = context.world
         where = f"{platform.node()}, {world.torch_device}"
-        machines = _decided(context, _told(world, f"suspects/{step}/machines", where))
+        machines = decided(context, told(world, f"suspects/{step}/machines", where))
         verdict.machines = [machines[rank] for rank in verdict.ranks]
         if verdict.kind != "device":
             verdict.documents = worst_documents(context, made.reports)
@@ -306,6 +341,13 @@ def computed(
     return Computed(reports, recorder.keys, sums, sizes, local)
 
 
+def _computed_only(
+    context: TrainContext, batches: Sequence[Batch], *, measures: bool = False
+) -> Computed:
+    """Compute the gradients of a step and record nothing."""
+    return Computed(steps.gradients(context, batches), [], [], [], 0)
+
+
 def weight_sums(context: TrainContext) -> torch.Tensor:
     """Return the checksum of each weight of this rank, int64 [tensors]."""
     with torch.no_grad():
@@ -334,21 +376,11 @@ def gradient_norm(context: TrainContext) -> float:
 
 def worst_documents(context: TrainContext, reports: Sequence[torch.Tensor]) -> list[str]:
     """Return the samples of the micro-batch with the largest loss of a step, on every rank."""
-    world = context.world
-    place = context.table.place("loss")
-    losses = [float(report[place]) for report in reports]
-    losses = [loss if math.isfinite(loss) else LARGEST for loss in losses]
-    # Other stages and context-parallel ranks have no whole loss; theirs are left out or smaller.
-    worst = torch.full((world.size, 2), -1.0, dtype=torch.float64, device=world.torch_device)
-    if losses:
-        worst[world.rank] = torch.tensor([max(losses), losses.index(max(losses))])
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    rank = int(worst[:, 0].argmax())
-    data = context.train_data.of_rank(world.grid.coords(rank)["dp"])
-    consumed = context.state.consumed_samples
-    numbers = data.numbers(consumed, size_after(context.batch_sizes, consumed))
-    names = [(number, origin(data.samples, number)) for number in numbers[int(worst[rank, 1])]]
-    return [f"sample {number}" + (f" of {name}" if name else "") for number, name in names]
+    samples = samples_of(context, *worst_micro_batch(context, reports))
+    return [
+        f"sample {one['sample']}" + (f" of {one['place']}" if one["place"] else "")
+        for one in samples
+    ]
 
 
 def _flags(one: Computed, other: Computed) -> list[tuple[str, bool]]:
@@ -428,16 +460,3 @@ def _named(context: TrainContext, flag: bool) -> list[int]:
     flags[world.rank] = int(flag)
     dist.all_reduce(flags)
     return flags.nonzero().flatten().tolist()
-
-
-def _told(world: Any, place: str, value: Any) -> list[Any]:
-    """Give a value of JSON to rank 0; return those of all ranks there, and nothing elsewhere."""
-    world.store.set(f"{place}/{world.rank}", strict_json.dumps(value))
-    if not world.is_rank0:
-        return []
-    return [json.loads(world.store.get(f"{place}/{rank}")) for rank in range(world.size)]
-
-
-def _decided(context: TrainContext, value: Any) -> Any:
-    """Return the value of rank 0, on every rank."""
-    return json.loads(context.world.tell(strict_json.dumps(value)))

@@ -21,7 +21,7 @@ from mtrain.train.loop.context import TrainContext
 EVENTS = "events_{:05d}.json"
 ARRAYS = "arrays_{:05d}.f32"
 _EXPERTS = re.compile(r"\.experts(\.|$)")
-_SILENT = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity)
+SILENT = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity)
 """Modules that compute nothing; a list of layers has another border on every stage."""
 _ROWS = "mtrain_feature_rows"
 """Noted on a tensor: which features of the whole tensor its last axis holds."""
@@ -90,8 +90,8 @@ class _Chunk:
         for path, module in root.named_modules():
             if (
                 path
-                and not isinstance(module, _SILENT)
-                and not isinstance(getattr(module, "layers", None), _SILENT)
+                and not isinstance(module, SILENT)
+                and not isinstance(getattr(module, "layers", None), SILENT)
             ):
                 self._watch(module, names[path], path)
 
@@ -239,7 +239,7 @@ class _Chunk:
         owner = self.places
         # A copy with a hook of its own: the tensor itself may have other uses, whose gradients add
         # up.
-        marked = _Mark.apply(
+        marked = Mark.apply(
             x, lambda g: self.recorder.keep({**event, "way": "backward"}, _by_token(g, owner))
         )
         if rows is not None:
@@ -298,7 +298,7 @@ def _by_token(x: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
     return (x if order[0] == "sb" else x.transpose(0, 1)).flatten(0, 1)
 
 
-class _Mark(torch.autograd.Function):
+class Mark(torch.autograd.Function):
     """A copy of a tensor that reports its gradient to `tell`: only that of uses of the copy."""
 
     @staticmethod
