@@ -185,11 +185,11 @@ def test_anomalies_of_each_direction_is_traced(tmp_path: Path) -> None:
     layers = "decoder.layers."
     faults = [
         Fault("nan", "forward", 1, f"{layers}0.mlp.linear_fc1", 2),
-        Fault("sign", "backward", 0, f"{layers}1.self_attention.linear_proj", 1),
+        Fault("sign", "backward", 0, f"{layers}0.self_attention.linear_proj", 1),
     ]
 
     def job() -> Any:
-        run = traced(model=DENSE, ranks=2, tp=2, sequence_parallel=True)
+        run = traced(model=DENSE | {"num_layers": 1}, ranks=2, tp=2, sequence_parallel=True)
         return reports_of(run, tmp_path, lambda _: faults, healthy=2)
 
     for rank in run_ranks(2, job):
