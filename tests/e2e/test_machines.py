@@ -202,6 +202,46 @@ def test_machines_restart_from_local_parts_ends_bitwise(
     assert list((machines.home / "local").iterdir()) == []
 
 
+def _holding(held: Path) -> Callable[[], None]:
+    """Return a patch by which a rank that hangs says so, and waits until its launcher ends."""
+
+    def patch() -> None:
+        from mtrain.world import faults
+
+        def act() -> None:
+            held.touch()
+            faults._hang()
+
+        faults.KINDS["hang"] = faults.Kind(faults.FORWARD, act)
+
+    return patch
+
+
+@pytest.mark.full
+def test_machines_lost_disk_is_made_up_by_a_replica(
+    machines: Machines, undisturbed: dict[str, Any]
+) -> None:
+    words = [*TO_THE_END, "cluster.nodes=2", "checkpoint.local_interval=1", "--restarts", "1"]
+    words += ["checkpoint.local_dir=local", "checkpoint.local_replicas=1"]
+    held = machines.home / "held"
+    started = machines.both(*words, "--inject", "hang@6:1", patch=_holding(held))
+    local = machines.home / "local"
+    wait_for(held.exists)
+    wait_for(lambda: len(list(local.glob("*/replica_*/step_00000005"))) == 2)
+    os.kill(started[1].pid, signal.SIGKILL)
+    for part in [*local.glob("*/checkpoints_1"), *local.glob("*/replica_*_on_1")]:
+        shutil.rmtree(part)
+    again = machines.start(1, *words, "--inject", "hang@6:1")
+    assert [started[0].wait(), again.wait()] == [0, 0], (started[0].said, again.said)
+    (noted,) = machines.restarts()
+    assert "/checkpoints_0/step_00000005" in noted["checkpoint"]
+    assert noted["steps_lost"] == 0
+    assert "lacks its part of local step 5: copied from machine 0" in started[0].said
+    assert "not copied" not in started[0].said + again.said
+    assert machines.result() == undisturbed
+    assert list(local.iterdir()) == []
+
+
 def _stepping(machines: Machines, started: list[Launched], steps: int = 3) -> None:
     def reached() -> bool:
         ended = any(one.poll() is not None for one in started)
@@ -231,19 +271,8 @@ def test_machines_replaced_launcher_joins_the_next_attempt(
     machines: Machines, undisturbed: dict[str, Any]
 ) -> None:
     held = machines.home / "held"
-
-    def hold() -> None:
-        """Have the second machine wait in step 4 until its launcher is killed."""
-        from mtrain.world import faults
-
-        def act() -> None:
-            held.touch()
-            faults._hang()
-
-        faults.KINDS["hang"] = faults.Kind(faults.FORWARD, act)
-
     words = [*TO_THE_END, "--restarts", "1"]
-    started = machines.both(*words, "--inject", "hang@4:1", patch=hold)
+    started = machines.both(*words, "--inject", "hang@4:1", patch=_holding(held))
     wait_for(held.exists)
     os.kill(started[1].pid, signal.SIGKILL)
     again = machines.start(1, *words, "--inject", "hang@4:1")
