@@ -24,12 +24,14 @@ from mtrain.ckpt.replication.process import Replicator, Turns
 from mtrain.ckpt.replication.wire import Refused
 from mtrain.config.resolve.resolution import resolve
 from mtrain.launching.replication import Replication
+from tests.faults.promises import Record, measured
 from tests.support.configs import LAPTOP, tiny
 from tests.support.saved import committed, sign
 
 RUN = resolve(tiny(model__num_layers=1, model__vocab_size=64), LAPTOP)
 OWNER = "run-0-0"
 TOKEN = "token"
+MUTATIONS = 20
 
 
 def part(place: Path, step: int, machine: int = 0, owner: str = OWNER) -> Path:
@@ -168,12 +170,14 @@ def _mutated(path: Path, draw: random.Random) -> str:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 6))]
 )
-def test_replica_mutations_are_refused_by_name(seed: int, tmp_path: Path) -> None:
+def test_replica_mutations_are_refused_by_name(
+    seed: int, tmp_path: Path, record_property: Record
+) -> None:
     draw = random.Random(seed)
     whole = part(tmp_path, 2)
     there = tmp_path / "there"
     with serving(there) as one:
-        for number in range(20):
+        for number in range(MUTATIONS):
             place = tmp_path / f"{number}/{OWNER}"
             copy = place / "replica_0_on_1/step_00000002"
             shutil.copytree(whole, copy)
@@ -185,6 +189,7 @@ def test_replica_mutations_are_refused_by_name(seed: int, tmp_path: Path) -> Non
             assert name in str(refused.value)
             shutil.rmtree(place.parent)
     assert not list(there.glob("replica_*/*"))
+    measured(record_property, mutations=MUTATIONS, silent=0)
 
 
 def _killed_at(call: int, work: Callable[[], object]) -> bool:
@@ -210,7 +215,9 @@ def _killed_at(call: int, work: Callable[[], object]) -> bool:
 
 @pytest.mark.full
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
-def test_replica_kill_points_leave_whole_copies(victim: str, tmp_path: Path) -> None:
+def test_replica_kill_points_leave_whole_copies(
+    victim: str, tmp_path: Path, record_property: Record
+) -> None:
     owned = tmp_path / OWNER
     mine = part(tmp_path, 4)
     part(owned, 2, 0).parent.rename(owned / "replica_0_on_1")
@@ -248,6 +255,7 @@ def test_replica_kill_points_leave_whole_copies(victim: str, tmp_path: Path) -> 
         assert [path for path in root.iterdir() if path.name != "step_00000004"] == []
         shutil.rmtree(root / "step_00000004", ignore_errors=True)
     assert points > 7
+    measured(record_property, kill_points=points - 1)
 
 
 class Stopped(Exception):

@@ -96,7 +96,7 @@ class Connection:
             Lost: the connection has ended, or somebody else than a launcher is at its other end.
         """
         # The first machine may be silent for minutes, and the kernel notices if it is lost.
-        wait([self])
+        wait([self.socket])
         try:
             data = self.socket.recv(1 << 16)
         except OSError as error:
@@ -281,7 +281,10 @@ class Director:
         if why := self._ordered({holder: {"do": "vouch", "of": machine}}, home, step):
             return why
         address = self.addresses[machine]
-        orders = {machine: {"do": "take"}, holder: {"do": "give", "of": machine, "to": address}}
+        orders: dict[int, dict[str, Any]] = {
+            machine: {"do": "take"},
+            holder: {"do": "give", "of": machine, "to": address},
+        }
         return self._ordered(orders, home, step)
 
     def _ordered(self, orders: dict[int, dict[str, Any]], home: Path, step: int) -> str:
