@@ -238,8 +238,13 @@ def _holding(held: Path) -> Callable[[], None]:
 
 
 REPLICATED = (
-    *(*TO_THE_END, "cluster.nodes=2", "checkpoint.local_interval=1", "--restarts", "1"),
-    *("checkpoint.local_dir=local", "checkpoint.local_replicas=1"),
+    *TO_THE_END,
+    "cluster.nodes=2",
+    "checkpoint.local_interval=1",
+    "checkpoint.local_dir=local",
+    "checkpoint.local_replicas=1",
+    "--restarts",
+    "1",
 )
 
 
