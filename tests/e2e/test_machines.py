@@ -164,6 +164,21 @@ def _losing_disk() -> None:
     local.intact = losing
 
 
+def _dying_after_a_part() -> None:
+    """Have a rank that is killed wait until both machines have a part: a loaded machine may write
+    for longer than three steps take.
+    """
+    from mtrain.world import faults
+
+    kind = faults.KINDS["kill"]
+
+    def act() -> None:
+        wait_for(lambda: all(any(Path("local").glob(f"*/checkpoints_{n}/step_*")) for n in (0, 1)))
+        kind.act()
+
+    faults.KINDS["kill"] = faults.Kind(kind.moment, act)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("lost", "ahead", "layout"),
@@ -186,7 +201,12 @@ def test_machines_restart_from_local_parts_ends_bitwise(
     # Saved in the run folder after steps 4 and 6, and locally after steps 2, 3 and 5
     words += ["checkpoint.local_interval=1", "checkpoint.local_dir=local", "--restarts", "1"]
     words += [f"checkpoint.async_save={ahead}", "--inject", "kill@4:1"]
-    patch = _losing_disk if lost == "a disk" else None
+
+    def patch() -> None:
+        _dying_after_a_part()
+        if lost == "a disk":
+            _losing_disk()
+
     started = machines.both(*words, patch=patch)
     assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
     (noted,) = machines.restarts()
@@ -199,6 +219,75 @@ def test_machines_restart_from_local_parts_ends_bitwise(
         assert noted["steps_lost"] <= 2
         assert "continuing from local step_0000000" in started[0].said
     assert machines.result() == whole.result()
+    assert list((machines.home / "local").iterdir()) == []
+
+
+def _holding(held: Path) -> Callable[[], None]:
+    """Return a patch by which a rank that hangs says so, and waits until its launcher ends."""
+
+    def patch() -> None:
+        from mtrain.world import faults
+
+        def act() -> None:
+            held.touch()
+            faults._hang()
+
+        faults.KINDS["hang"] = faults.Kind(faults.FORWARD, act)
+
+    return patch
+
+
+REPLICATED = (
+    *TO_THE_END,
+    "cluster.nodes=2",
+    "checkpoint.local_interval=1",
+    "checkpoint.local_dir=local",
+    "checkpoint.local_replicas=1",
+    "--restarts",
+    "1",
+)
+
+
+def _losing(machines: Machines, lost: int) -> list[Launched]:
+    """Start a run whose step 6 waits, with copies of all parts of step 5; then kill the launcher of
+    a machine, and delete all that it held.
+    """
+    held = machines.home / "held"
+    started = machines.both(*REPLICATED, "--inject", "hang@6:1", patch=_holding(held))
+    local = machines.home / "local"
+    wait_for(held.exists)
+    wait_for(lambda: len(list(local.glob("*/replica_*/step_00000005"))) == 2)
+    os.kill(started[lost].pid, signal.SIGKILL)
+    for one in [*local.glob(f"*/checkpoints_{lost}"), *local.glob(f"*/replica_*_on_{lost}")]:
+        shutil.rmtree(one)
+    return started
+
+
+@pytest.mark.full
+def test_machines_lost_disk_is_made_up_by_a_replica(
+    machines: Machines, undisturbed: dict[str, Any]
+) -> None:
+    started = _losing(machines, 1)
+    started[1] = machines.start(1, *REPLICATED, "--inject", "hang@6:1")
+    assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
+    (noted,) = machines.restarts()
+    assert "/checkpoints_0/step_00000005" in noted["checkpoint"]
+    assert noted["steps_lost"] == 0
+    assert "lacks its part of local step 5: copied from machine 0" in started[0].said
+    assert not any("not copied" in one.said for one in started)
+    assert machines.result() == undisturbed
+    assert list((machines.home / "local").iterdir()) == []
+
+
+@pytest.mark.full
+def test_machines_new_first_machine_gets_its_part_back(
+    machines: Machines, undisturbed: dict[str, Any]
+) -> None:
+    assert _losing(machines, 0)[1].wait(30) == 5
+    started = machines.both(*REPLICATED, "checkpoint.resume=latest")
+    assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
+    assert "machine 0 lacks its part of local step 5: copied from machine 1 (" in started[0].said
+    assert machines.result() == undisturbed
     assert list((machines.home / "local").iterdir()) == []
 
 
@@ -231,19 +320,8 @@ def test_machines_replaced_launcher_joins_the_next_attempt(
     machines: Machines, undisturbed: dict[str, Any]
 ) -> None:
     held = machines.home / "held"
-
-    def hold() -> None:
-        """Have the second machine wait in step 4 until its launcher is killed."""
-        from mtrain.world import faults
-
-        def act() -> None:
-            held.touch()
-            faults._hang()
-
-        faults.KINDS["hang"] = faults.Kind(faults.FORWARD, act)
-
     words = [*TO_THE_END, "--restarts", "1"]
-    started = machines.both(*words, "--inject", "hang@4:1", patch=hold)
+    started = machines.both(*words, "--inject", "hang@4:1", patch=_holding(held))
     wait_for(held.exists)
     os.kill(started[1].pid, signal.SIGKILL)
     again = machines.start(1, *words, "--inject", "hang@4:1")

@@ -13,6 +13,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.launching.preflight import shortages
 from mtrain.launching.verdict.figures import nbytes
 from mtrain.plan.count import parameters
+from mtrain.plan.report import report
 from mtrain.plan.storage import at_once, copies, storage
 from tests.support.configs import LAPTOP, tiny
 from tests.support.saved import manifest_of
@@ -59,6 +60,18 @@ def test_checkpoint_exports_are_counted() -> None:
     # steps 30, 60, 90 and 100 are saved, 60 and 100 exported
     assert found.exports == 2 * 4 * parameters(plain.model)
     assert found.total == found.checkpoints + found.exports
+
+
+@pytest.mark.parametrize(("layout", "share"), [("dp", 1.0), ("tp", 0.5)])
+def test_checkpoint_replicas_of_machines_are_counted(layout: str, share: float) -> None:
+    local = {"local_dir": "/dev/shm", "local_interval": 5, "local_replicas": 1}
+    keys = {f"checkpoint__{key}": value for key, value in local.items()}
+    keys |= {"cluster__nodes": 2, "parallel__ranks": 2}
+    run = resolve(tiny(**keys, **({"parallel__tp": 2} if layout == "tp" else {})), LAPTOP)
+    saved = report(run)["checkpoint"]
+    # each machine holds all, or its half and small weights of which each rank has a copy
+    assert saved["local_sent_bytes"] == pytest.approx(share * saved["bytes"], rel=0.01)
+    assert saved["local_disk_bytes"] == 8 * saved["local_sent_bytes"]
 
 
 def test_checkpoint_linked_weights_count_once() -> None:

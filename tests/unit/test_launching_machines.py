@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -55,3 +56,14 @@ def test_machines_absent_machine_is_named(director: Director) -> None:
 def test_machines_taken_port_is_named(director: Director) -> None:
     with pytest.raises(BadEnvironment, match=f"port {director.place.port} of this machine"):
         Director(director.place).__enter__()
+
+
+def test_machines_silent_first_machine_is_not_lost(
+    director: Director, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "SEND_S", 0.05)
+    first = connected(replace(director.place, rank=1), 1.0)
+    later = threading.Timer(0.2, director.begin, (RUN, ["run=a.yaml"]))
+    later.start()
+    assert first.receive()[0]["words"] == ["run=a.yaml"]
+    later.join()

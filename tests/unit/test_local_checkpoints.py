@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +167,66 @@ def _parts(home: Path, run: RunConfig, machine: int, *steps: int) -> None:
         committed(anchored(run), place.root, step, local_of=place.owner, **facts)
 
 
+def _of(grid: Mapping[str, int], machines: int = 2, broken: str = "") -> local.Elsewhere:
+    """Return machine 1, which gives and takes copies in the folders of this disk unless they are
+    `broken`.
+    """
+
+    def ask(home: Path, than: int) -> dict[int, local.Held]:
+        copies = local.steps_of(local.replicas(home, than, 1))
+        return {1: local.Held("machine 1 (m1)", local.intact(home, than, 1), copies)}
+
+    def bring(home: Path, step: int, machine: int, holder: int) -> str:
+        parts = local.replicas(home, 0, holder)[machine]
+        (part,) = [path for path in parts if ckpt_folder.step_of(path) == step]
+        if not broken and not local.fault_of(part):
+            shutil.copytree(part, local.root_for(home, machine) / part.name, dirs_exist_ok=True)
+        return broken or local.fault_of(part)
+
+    return local.Elsewhere(grid, machines, ask, bring)
+
+
+def _lost(home: Path, machine: int) -> None:
+    """Have the other machine hold the only copies of a machine's parts."""
+    for place in Path("local").iterdir():
+        root = place / f"checkpoints_{machine}"
+        root.rename(local.replica_root(root, machine, 1 - machine))
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_local_part_of_a_lost_machine_is_brought_back(machine: int) -> None:
+    home, _ = killed(newest=3)
+    run = run_of(checkpoint__resume="latest")
+    grid = RankGrid.of(run).sizes
+    _parts(home, run, 0, 4, 6)
+    _parts(home, run, 1, 4, 6)
+    _lost(home, machine)
+    with local.asking(_of(grid, broken="no route to host")):
+        plan = folder.plan(run)
+    assert plan.checkpoint is not None
+    assert plan.checkpoint.parts[-2:] == ("checkpoints", "step_00000002")
+    assert f"cannot give machine {machine}" in plan.notes[0]
+    assert plan.notes[0].endswith("its part: no route to host")
+    # The newest copy is damaged: the one before it is used.
+    (copy,) = Path("local").glob("*/replica_*/step_00000006")
+    _flip(copy)
+    with local.asking(_of(grid)):
+        plan = folder.plan(run)
+    assert plan.checkpoint is not None
+    assert plan.checkpoint.parts[-2:] == ("checkpoints_0", "step_00000004")
+    assert f"{copy}/rank_00000.safetensors is not what was written" in plan.notes[0]
+    assert "step_00000006: local checkpoint passed over: " in plan.notes[1]
+    assert "lacks its part of local step 4: copied from machine " in plan.notes[2]
+    assert len(list(Path("local").glob("*/checkpoints_?/step_00000004"))) == 2
+    # what is later, and what a transfer left, goes on both machines
+    (copy.parent / ".saving-step_00000008").mkdir()
+    with local.asking(_of(grid)):
+        local.begin(home, plan.checkpoint, "local")
+    local.follow(home, "local", 4, 1)
+    left = {path.name for path in Path("local").glob("*/*_?/*")}
+    assert left == {"step_00000004"}
+
+
 def test_local_parts_are_used_where_every_machine_holds_its_own() -> None:
     home, _ = killed(newest=3)
     run = run_of(checkpoint__resume="latest")
@@ -175,10 +235,7 @@ def test_local_parts_are_used_where_every_machine_holds_its_own() -> None:
     _parts(home, run, 1, 4, 6)
     _flip(home.parents[1] / "local" / _place(home) / "checkpoints_1/step_00000006")
 
-    def ask(home: Path, than: int) -> dict[str, Sequence[int]]:
-        return {"machine 1 (m1)": local.intact(home, than, 1)}
-
-    with local.asking(local.Elsewhere(grid, 2, ask)):
+    with local.asking(_of(grid)):
         plan = folder.plan(run)
     assert plan.checkpoint is not None
     assert plan.checkpoint.parts[-2:] == ("checkpoints_0", "step_00000004")
@@ -189,8 +246,8 @@ def test_local_parts_are_used_where_every_machine_holds_its_own() -> None:
     other = {**grid, "dp": 2}
     for elsewhere, why in (
         (None, "it is the part of one of 2 machines"),
-        (local.Elsewhere(grid, 3, ask), "it is the part of one of 2 machines"),
-        (local.Elsewhere(other, 2, ask), "it was written in another layout"),
+        (_of(grid, 3), "it is the part of one of 2 machines"),
+        (_of(other), "it was written in another layout"),
     ):
         with nullcontext() if elsewhere is None else local.asking(elsewhere):
             plan = folder.plan(run)
@@ -204,7 +261,7 @@ def test_local_parts_of_another_course_are_deleted() -> None:
     home, _ = killed(newest=3)
     _parts(home, run_of(), 1, 4)
     (old,) = Path("local").glob("*/checkpoints_1/step_00000004")
-    with local.asking(local.Elsewhere({}, 2, lambda home, than: {})):
+    with local.asking(_of({})):
         local.begin(home, None, "local")
     _parts(home, run_of(), 1, 4, 6)
     shutil.copytree(next(Path("local").glob("*/checkpoints_1/step_00000004")), old)

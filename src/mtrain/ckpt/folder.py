@@ -311,9 +311,7 @@ def check_file(root: Path, name: str, facts: dict[str, Any], *, verify: bool) ->
         BadEnvironment: it may not be read.
     """
     path = root / name
-    # A manifest is data from elsewhere: a name such as ../x must not lead out of the folder.
-    if Path(name).name != name or "\0" in name:
-        raise CorruptData(f"{root / MANIFEST}: {name!r} is no plain file name")
+    check_name(root, name)
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -333,6 +331,17 @@ def check_file(root: Path, name: str, facts: dict[str, Any], *, verify: bool) ->
             shard.check()
         finally:
             shard.close()
+
+
+def check_name(root: Path, name: str) -> None:
+    """Refuse the name of a file of a checkpoint that would lead out of its folder.
+
+    Raises:
+        CorruptData: the name is not plain.
+    """
+    # A manifest is data from elsewhere.
+    if Path(name).name != name or "\0" in name or name in ("..", MANIFEST):
+        raise CorruptData(f"{root / MANIFEST}: {name!r} is no plain file name")
 
 
 def digest(body: dict[str, Any]) -> str:

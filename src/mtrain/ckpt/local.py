@@ -11,6 +11,10 @@ Of a run on several machines, each has a part of its own, in `checkpoints_M` of 
 pieces that its ranks hold, so that they need no other machine. A part is used only if every machine
 has its part of the same step.
 
+With `checkpoint.local_replicas`, the part of machine M is also in `replica_M_on_K` of other
+machines K (`ckpt.replication`). A machine that lacks its part gets it back from one of them, and
+only then is the step used.
+
 A start that does not continue from a local checkpoint draws a new token: the run takes another
 course from there, and what the disk of another machine may still hold is not of that course.
 """
@@ -26,7 +30,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +46,8 @@ OWNER = "local_of"
 PART = "machine"
 """The fact of a manifest with the number of the machine whose part it is, and of all machines."""
 KEY = "checkpoint.local_dir"
+REPLICA = "replica"
+"""The beginning of the names of folders with copies of other machines' parts."""
 LEFTOVERS = ("step_*", ".saving-*", ".deleted-*", ".replaced-*", ".superseded-*")
 MOST_LETTERS = 180
 """Letters of a run folder's name in the name of its local folder."""
@@ -59,14 +65,30 @@ class Local:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The parts of local checkpoints that a machine holds, by their steps."""
+
+    name: str
+    """The machine, in words."""
+    parts: Sequence[int] = ()
+    """Its own parts; they are intact."""
+    replicas: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Machine -> copies of its parts, which may be damaged."""
+
+
+@dataclass(frozen=True)
 class Elsewhere:
     """The other machines of a run, which may hold parts of local checkpoints."""
 
     grid: Mapping[str, int]
     """The layout of the run."""
     machines: int
-    ask: Callable[[Path, int], dict[str, Sequence[int]]]
-    """Returns, for a run folder and a step, the later steps whose parts are intact, by machine."""
+    ask: Callable[[Path, int], Mapping[int, Held]]
+    """Returns, for a run folder and a step, what each other machine holds of later steps."""
+    bring: Callable[[Path, int, int, int], str]
+    """Has, for a run folder, a step and a machine, that machine get its part from another one;
+    returns why it cannot, or an empty text.
+    """
 
 
 _elsewhere: list[Elsewhere] = []
@@ -145,8 +167,10 @@ def follow(home: Path, local_dir: str | None, step: int, machine: int) -> None:
     course = mine.name.rpartition("-")[0]
     for other in mine.parent.glob(f"{glob.escape(course)}-*"):
         if other != mine and _is_ours(other):
-            _clear(other / _root_name(machine))
-    _forget_after(place.root, step)
+            for root in _roots_of(other, machine):
+                _clear(root)
+    for root in _roots_of(mine, machine):
+        _forget_after(root, step)
 
 
 def intact(home: Path, than: int, machine: int) -> list[int]:
@@ -157,6 +181,43 @@ def intact(home: Path, than: int, machine: int) -> list[int]:
             parts = folder.folders(place / _root_name(machine))
             found += [folder.step_of(p) for p in parts if not _fault(p, place.name)]
     return [step for step in found if step > than]
+
+
+def replica_root(root: Path, of: int, on: int) -> Path:
+    """Return the folder of the copies that a machine, whose own parts are in `root`, has of the
+    parts of another one.
+    """
+    return root.with_name(f"{REPLICA}_{of}_on_{on}")
+
+
+def replicas(home: Path, than: int, machine: int) -> dict[int, list[Path]]:
+    """Return the copies of parts later than step `than` on a machine: machine -> its parts."""
+    found: dict[int, list[Path]] = {}
+    for place in filter(_is_ours, _noted(home).folders):
+        for root in place.glob(f"{REPLICA}_*_on_{machine}"):
+            number = root.name.split("_")[1]
+            if number.isdecimal():
+                later = [path for path in folder.committed(root) if folder.step_of(path) > than]
+                found.setdefault(int(number), []).extend(later)
+    return found
+
+
+def fault_of(part: Path) -> str:
+    """Return why a part, or a copy of one, cannot be used; empty: it is whole, and this run's."""
+    return _fault(part, part.parent.parent.name)
+
+
+def root_for(home: Path, machine: int) -> Path:
+    """Return the folder to which a machine gets its parts back; it is made.
+
+    Raises:
+        BadEnvironment: it cannot be written, or the run has none.
+    """
+    folders = _noted(home).folders
+    if not folders:
+        raise BadEnvironment(f"{home / FILE} names no place for local checkpoints")
+    _make(folders[0], str(folders[0].parent), machine)
+    return folders[0] / _root_name(machine)
 
 
 def begin(home: Path, checkpoint: Path | None, local_dir: str | None) -> None:
@@ -200,17 +261,24 @@ def newest(home: Path, than: int, notes: list[str]) -> Path | None:
             notes.append(f"{place} {why}: its local checkpoints are passed over")
             continue
         found += folder.folders(place / CHECKPOINTS) + folder.folders(place / _root_name(0))
-    held: dict[str, Sequence[int]] | None = None
+    held: Mapping[int, Held] = {}
+    if _elsewhere and noted.folders:
+        held = _elsewhere[-1].ask(home, than)
+        # A machine that is new here has none of its own, and others may have copies.
+        own = noted.folders[0] / _root_name(0)
+        steps = {step for one in held.values() for step in one.replicas.get(0, ())}
+        missing = {own / folder.folder_name(step) for step in steps}
+        found += missing.difference(found)
     for path in sorted(found, key=folder.step_of, reverse=True):
         if folder.step_of(path) <= than:
             break
         why = _fault(path, path.parent.parent.name)
-        if not why and _elsewhere and not is_part(path):
+        if _elsewhere and is_part(path):
+            why = _incomplete(home, path, why, held, notes)
+        elif not why and _elsewhere:
             why = "other machines do not hold it"
-        if not why and is_part(path):
-            if held is None:
-                held = _elsewhere[-1].ask(home, than) if _elsewhere else {}
-            why = _lacking(path, held)
+        elif not why and is_part(path):
+            why = _unfit(path)
         if not why:
             return path
         notes.append(f"{path}: local checkpoint passed over: {why}")
@@ -247,8 +315,9 @@ def remove(home: Path) -> None:
 
 
 def clear(place: Local) -> None:
-    """Delete the parts of a machine, with their folders; the run folder keeps its note."""
-    _clear(place.root)
+    """Delete what a machine holds, with the folders; the run folder keeps its note."""
+    for root in _roots_of(place.root.parent, place.machine or 0):
+        _clear(root)
 
 
 def _clear(root: Path) -> None:
@@ -259,16 +328,49 @@ def _clear(root: Path) -> None:
             path.rmdir()
 
 
-def _lacking(path: Path, held: Mapping[str, Sequence[int]]) -> str:
-    """Return why the part of the first machine cannot be used; empty: the others have theirs."""
+def _incomplete(
+    home: Path, path: Path, fault: str, held: Mapping[int, Held], notes: list[str]
+) -> str:
+    """Return why a step cannot be used, of which `path` is the part of the first machine and has
+    this `fault`; empty: each machine has its part, after those without one got it back from others.
+    """
+    if not fault and (why := _unfit(path)):
+        return why
+    step = folder.step_of(path)
+    every = {0: Held("machine 0", () if fault else (step,), steps_of(replicas(home, 0, 0))), **held}
+    lacking = [number for number, one in every.items() if step not in one.parts]
+    alone = [n for n in lacking if not any(step in h.replicas.get(n, ()) for h in every.values())]
+    if alone:
+        names = ", ".join(every[number].name for number in alone if number)
+        return f"{names} does not hold its part" if 0 not in alone else fault
+    for number in lacking:
+        problem = ""
+        for holder, one in every.items():
+            if step not in one.replicas.get(number, ()):
+                continue
+            problem = _elsewhere[-1].bring(home, step, number, holder)
+            if not problem:
+                name = every[number].name
+                notes.append(f"{name} lacks its part of local step {step}: copied from {one.name}")
+                break
+            notes.append(f"{one.name} cannot give {every[number].name} its part: {problem}")
+        if problem:
+            return f"{every[number].name} does not hold its part"
+    return fault_of(path) or _unfit(path)
+
+
+def steps_of(found: Mapping[int, Sequence[Path]]) -> dict[int, list[int]]:
+    """Return the steps of the parts of `replicas`."""
+    return {number: [folder.step_of(path) for path in paths] for number, paths in found.items()}
+
+
+def _unfit(path: Path) -> str:
+    """Return why the parts of an intact one's step cannot be used in the layout of this start."""
     state = folder.parse_manifest(path)["state"]
     machines = state.get(PART, [0, 0])[1]
     if not _elsewhere or _elsewhere[-1].machines != machines:
         return f"it is the part of one of {machines} machines"
-    if state["grid"] != _elsewhere[-1].grid:
-        return "it was written in another layout"
-    lacking = [name for name, steps in held.items() if folder.step_of(path) not in steps]
-    return f"{', '.join(lacking)} does not hold its part" if lacking else ""
+    return "it was written in another layout" if state["grid"] != _elsewhere[-1].grid else ""
 
 
 def _root_name(machine: int | None) -> str:
@@ -279,6 +381,12 @@ def _roots(home: Path) -> Iterator[Path]:
     for place in _noted(home).folders:
         if _is_ours(place):
             yield from (place / CHECKPOINTS, *place.glob(f"{CHECKPOINTS}_*"))
+            yield from place.glob(f"{REPLICA}_*_on_*")
+
+
+def _roots_of(place: Path, machine: int) -> list[Path]:
+    """Return the folders of a machine in a place."""
+    return [place / _root_name(machine), *place.glob(f"{REPLICA}_*_on_{machine}")]
 
 
 def _noted(home: Path) -> _Noted:

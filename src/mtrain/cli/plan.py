@@ -171,6 +171,10 @@ def _head(loaded: Loaded, found: dict[str, Any]) -> Iterator[str]:
     more = most * (saved["at_once"] > 1) + copies * bool(saved["staged_bytes"])
     more += exports * bool(saved["export_bytes"])
     yield f"  checkpoint   {bytes_(saved['bytes'])}{more}"
+    if "local_sent_bytes" in saved:
+        sent = bytes_(saved["local_sent_bytes"])
+        yield f"  local        up to {bytes_(saved['local_disk_bytes'])} on the disk of a machine"
+        yield f"               up to {sent} sent and as many received, each local_interval"
 
 
 def _conventions(causal: str, every: str, unit: str = "") -> str:

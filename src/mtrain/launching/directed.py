@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mtrain.errors import BadEnvironment, MtrainError, TrainingError, say_page
 from mtrain.launching import folder, local, machines, preflight
 from mtrain.launching.jobs import Job
 from mtrain.launching.machines import POLL_S, Connection, Director, Lost
+from mtrain.launching.replication import Replication
 from mtrain.launching.signals import scratch_folder
 from mtrain.launching.start import Share, run_ranks
 from mtrain.launching.supervise import Ended, Supervisor
@@ -71,6 +72,7 @@ class Follower:
         self.stack = stack
         """Ends, with this process, what `prepare` has begun."""
         self.supervisor: FollowingSupervisor | None = None
+        self.replication: Replication | None = None
 
     def follow(self) -> int:
         """Do what the first machine says until it ends the run; return the run's exit code.
@@ -88,10 +90,11 @@ class Follower:
                 if message["do"] == "prepare":
                     self._prepare(message)
                 if message["do"] == "show":
-                    held = ckpt_local.intact(
-                        Path(message["home"]), message["than"], self.place.rank
-                    )
-                    self.connection.send({"held": held})
+                    self.connection.send(self._held(Path(message["home"]), message["than"]))
+                if message["do"] in ("vouch", "give", "take"):
+                    one = self.replication
+                    why = "it is not prepared" if one is None else one.act(message)
+                    self.connection.send({"done": why})
                 if message["do"] == "start":
                     waiting += self._train(message)
         except Lost:
@@ -108,10 +111,24 @@ class Follower:
             share = machines.share_of(self.place, run)
             preflight.check(run, self.argv, ranks_here=share.here)
             self.stack.enter_context(local.prepared(run, None, share))
+            port = 0
+            if message["token"] is not None:
+                one = Replication(self.place.rank, self.place.size, message["token"])
+                self.stack.callback(one.close)
+                self.replication = one
+                port = one.port
         except MtrainError as error:
             self.connection.send({"error": describe(error)})
         else:
-            self.connection.send({"ready": True})
+            self.connection.send({"ready": True, "port": port})
+
+    def _held(self, home: Path, than: int) -> dict[str, Any]:
+        """Return the local checkpoints that this machine holds, and the copies of others' parts."""
+        copies = ckpt_local.replicas(home, than, self.place.rank)
+        return {
+            "held": ckpt_local.intact(home, than, self.place.rank),
+            "copies": ckpt_local.steps_of(copies),
+        }
 
     def _compare(self, run: RunConfig, words: list[str]) -> None:
         """Refuse a command that describes another run than that of the first machine.
@@ -143,7 +160,7 @@ class Follower:
             machines.share_of(self.place, run),
             port=message["port"],
             folder=self.scratch,
-            leave=self.connection.close,
+            leave=self._leave,
         )
         supervisor = FollowingSupervisor(home / ERRORS, self.connection)
         try:
@@ -153,7 +170,10 @@ class Follower:
             local_dir = run.checkpoint.local_dir
             ckpt_local.follow(home, local_dir, message["step"], self.place.rank)
             job = Job(message["job"], message["arguments"])
-            run_ranks(run, home, job, local.environment_of(run, home, share), supervisor, share)
+            one = self.replication
+            with nullcontext() if one is None else one.running(run, home, message["addresses"]):
+                given = local.environment_of(run, home, share)
+                run_ranks(run, home, job, given, supervisor, share)
         except MtrainError as error:
             self.connection.send({"failing": True})
             self.connection.send({"report": _refusal(error, share)})
@@ -162,6 +182,12 @@ class Follower:
         if supervisor.lost:
             raise Lost
         return supervisor.waiting
+
+    def _leave(self) -> None:
+        """Close, in a forked rank, what belongs to the launcher."""
+        self.connection.close()
+        if self.replication is not None:
+            self.replication.close()
 
 
 class FollowingSupervisor(Supervisor):

@@ -179,7 +179,10 @@ def opened(
             ckpt_folder.sweep(chosen.folder / CHECKPOINTS)
         if not chosen.new:
             # the newest checkpoint may have changed before this process owned the folder
+            before = chosen
             chosen = plan(run, launch=launch)
+            notes = dict.fromkeys((*before.notes, *chosen.notes))
+            chosen = replace(chosen, notes=tuple(notes))
         with _writing(chosen.folder):
             _set_aside(chosen)
             _describe(run, chosen, argv, launch)

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,15 @@ class _OnMachines:
         job = _job(attempts, known)
         step = step_in(attempts.checkpoint)
         share = self.director.share_of(attempts.run, attempts.home, job, step)
-        run_ranks(attempts.run, attempts.home, job, self.environment, supervisor, share)
+        with self._replicating(attempts):
+            run_ranks(attempts.run, attempts.home, job, self.environment, supervisor, share)
+
+    def _replicating(self, attempts: Attempts) -> AbstractContextManager[None]:
+        one = self.director.replication
+        if one is None:
+            return nullcontext()
+        run = attempts.run
+        return one.running(run, attempts.home, self.director.addresses, barred=_is_barred(run))
 
     def replace_lost(self, failure: Failure) -> None:
         if not self.director.lost:

@@ -4,15 +4,17 @@ Each of the others holds one connection to the first, on which lines of JSON go 
 that ends closes its connection at once; a machine that is lost answers no probe of the kernel. No
 launcher has a thread, so each may fork its ranks again.
 
-The first machine says `prepare`, `show` (local checkpoints), `start` (the ranks of one attempt),
-`halt` (end them) and `end`. The others answer `ready`, `held`, `failing` (a rank has failed) and
-`report` (all ranks have ended).
+The first machine says `prepare`, `show` (local checkpoints), `vouch` (for a copy of another
+machine's part), `give` and `take` (such a part), `start` (the ranks of one attempt), `halt` (end
+them) and `end`. The others answer `ready`, `held`, `done` (an order about a part), `failing` (a
+rank has failed) and `report` (all ranks have ended).
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import secrets
 import signal
 import socket
 import time
@@ -25,10 +27,11 @@ from types import TracebackType
 from typing import Any
 
 from mtrain import strict_json
-from mtrain.ckpt.local import Elsewhere
+from mtrain.ckpt.local import Elsewhere, Held
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, MtrainError, TrainingError
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Problem, TrainingError
 from mtrain.launching.jobs import Job
+from mtrain.launching.replication import Replication
 from mtrain.launching.start import ANY_HOST, Share, listening
 from mtrain.launching.supervise import END_S, GRACE_S, Ended, Failure, Supervisor
 from mtrain.launching.worker import revive
@@ -92,6 +95,8 @@ class Connection:
         Raises:
             Lost: the connection has ended, or somebody else than a launcher is at its other end.
         """
+        # The first machine may be silent for minutes, and the kernel notices if it is lost.
+        wait([self.socket])
         try:
             data = self.socket.recv(1 << 16)
         except OSError as error:
@@ -137,8 +142,17 @@ class Peer:
     reported: float = 0.0
     refused: dict[str, Any] | None = None
     """The error with which it cannot run its share."""
-    held: list[int] | None = None
-    """The steps of the local checkpoints of which it holds its part; None: not asked, or silent."""
+    held: Held | None = None
+    """The parts of local checkpoints that it holds; None: not asked, or silent."""
+    done: str | None = None
+    """The error of the last order about a part, or an empty text; None: not given, or not done."""
+    port: int = 0
+    """The port at which it takes copies of other machines' parts."""
+
+    @property
+    def name(self) -> str:
+        """Return the machine in words."""
+        return f"machine {self.number} ({self.host})"
 
 
 @dataclass
@@ -153,6 +167,8 @@ class Director:
     """True once the ranks of all machines have to end."""
     words: Sequence[str] = ()
     run: RunConfig | None = None
+    replication: Replication | None = None
+    """The copies of local checkpoints on other machines; None: the run has none."""
 
     def __enter__(self) -> Director:
         """Listen at the port of the run.
@@ -187,6 +203,8 @@ class Director:
     def leave(self) -> None:
         """Close all connections, also in a process that was forked from this one."""
         self.listener.close()
+        if self.replication is not None:
+            self.replication.close()
         for peer in self.peers.values():
             peer.connection.close()
 
@@ -199,10 +217,20 @@ class Director:
         """Have all machines prepare for a run, whose command has these `words`.
 
         Raises:
+            ConfigError: there are too few machines for the copies of local checkpoints.
             BadEnvironment: a machine did not come in time.
         """
         self.run = run
         self.words = words
+        replicas = run.checkpoint.local_replicas
+        if replicas is not None:
+            if replicas >= self.place.size:
+                why = f"mtrain was started on {self.place.size} machines"
+                fix = f"checkpoint.local_replicas={self.place.size - 1}"
+                raise ConfigError(
+                    [Problem("MT479", "checkpoint.local_replicas", replicas, why, fix)]
+                )
+            self.replication = Replication(0, self.place.size, secrets.token_hex(32))
         absent = self._complete()
         if absent:
             missing = ", ".join(map(str, absent))
@@ -234,19 +262,57 @@ class Director:
     def elsewhere(self) -> Elsewhere:
         """Return the other machines, as holders of local checkpoints."""
         assert self.run is not None
-        return Elsewhere(RankGrid.of(self.run).sizes, self.place.size, self._held)
+        return Elsewhere(RankGrid.of(self.run).sizes, self.place.size, self._held, self._bring)
 
-    def _held(self, home: Path, than: int) -> dict[str, Sequence[int]]:
+    def _held(self, home: Path, than: int) -> dict[int, Held]:
         for peer in list(self.peers.values()):
             peer.held = None
             self._send(peer, {"do": "show", "home": str(home.absolute()), "than": than})
         while any(peer.held is None for peer in self.peers.values()):
             self._hear(None)
-        found: dict[str, Sequence[int]] = {
-            f"machine {peer.number} ({peer.host})": peer.held or [] for peer in self.peers.values()
-        }
+        found = {peer.number: peer.held or Held(peer.name) for peer in self.peers.values()}
         # One without a launcher now shows nothing, and another one may come without the files.
-        return found | {f"machine {number} ({host})": [] for _, number, host in self.lost}
+        return found | {number: Held(f"machine {number} ({host})") for _, number, host in self.lost}
+
+    def _bring(self, home: Path, step: int, machine: int, holder: int) -> str:
+        """Have a machine get its part of a local checkpoint from another one; return the error."""
+        if self.replication is None:
+            return "this start has no checkpoint.local_replicas"
+        if why := self._ordered({holder: {"do": "vouch", "of": machine}}, home, step):
+            return why
+        address = self.addresses[machine]
+        orders: dict[int, dict[str, Any]] = {
+            machine: {"do": "take"},
+            holder: {"do": "give", "of": machine, "to": address},
+        }
+        return self._ordered(orders, home, step)
+
+    def _ordered(self, orders: dict[int, dict[str, Any]], home: Path, step: int) -> str:
+        """Have machines, maybe this one, act on a part together; return the first error."""
+        assert self.replication is not None
+        place = {"home": str(home.absolute()), "step": step}
+        peers = [self.peers.get(number) for number in orders if number]
+        for peer in peers:
+            if peer is None:
+                return "a machine is lost"
+            peer.done = None
+            self._send(peer, orders[peer.number] | place)
+        found = [self.replication.act(orders[0] | place)] if 0 in orders else []
+        while waiting := [one for one in peers if one is not None and one.done is None]:
+            if any(one.number not in self.peers for one in waiting):
+                return "a machine is lost"
+            self._hear(None)
+        found += [peer.done or "" for peer in peers if peer is not None]
+        return next(filter(None, found), "")
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Return the places where machines take copies of local checkpoints."""
+        assert self.replication is not None
+        found = {0: (self.place.host, self.replication.port)}
+        for peer in self.peers.values():
+            found[peer.number] = (peer.connection.socket.getpeername()[0], peer.port)
+        return [found.get(number, ("", 0)) for number in range(self.place.size)]
 
     def replace(self) -> list[int]:
         """Wait for new launchers of the lost machines; return the numbers that are still absent."""
@@ -280,6 +346,7 @@ class Director:
                     "arguments": dict(job.arguments),
                     "port": port,
                     "step": step,
+                    "addresses": self.addresses if self.replication is not None else [],
                 },
             )
 
@@ -326,7 +393,13 @@ class Director:
         """
         assert self.run is not None
         absent = self._gather(self.run.trainer.join_timeout_s)
-        body = {"do": "prepare", "run": self.run.model_dump_json(), "words": list(self.words)}
+        token = None if self.replication is None else self.replication.token
+        body = {
+            "do": "prepare",
+            "run": self.run.model_dump_json(),
+            "words": list(self.words),
+            "token": token,
+        }
         for peer in list(self.peers.values()):
             if not peer.ready and not absent:
                 self._send(peer, body)
@@ -392,7 +465,11 @@ class Director:
                     peer.reported = time.monotonic()
                 peer.report = message.get("report", peer.report)
                 peer.refused = message.get("error", peer.refused)
-                peer.held = message.get("held", peer.held)
+                peer.done = message.get("done", peer.done)
+                peer.port = message.get("port", peer.port)
+                if "held" in message:
+                    copies = {int(of): steps for of, steps in message["copies"].items()}
+                    peer.held = Held(peer.name, message["held"], copies)
                 peer.ready = peer.ready or "ready" in message
                 self.halted = self.halted or "failing" in message
 

@@ -12,7 +12,6 @@ import os
 import platform
 import secrets
 import select
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from mtrain.config.compose.paths import REMOTE_FILE, program
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, MtrainError, TrainingError, warn
 from mtrain.launching.start import execute, importable, python
+from mtrain.processes import kill
 
 KEY = "checkpoint.remote"
 MODULE = "mtrain.ckpt.remote.uploader"
@@ -226,11 +226,7 @@ class _Process:
     def kill(self) -> None:
         """End it, whatever it does."""
         if self._pid is not None:
-            # A supervisor may have collected it: its id may be that of another process by then.
-            with suppress(ChildProcessError, ProcessLookupError):
-                if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
-                    os.kill(self._pid, signal.SIGKILL)
-                    os.waitpid(self._pid, 0)
+            kill(self._pid)
             self._pid = None
             self._close()
 

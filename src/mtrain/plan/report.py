@@ -26,7 +26,7 @@ from mtrain.plan.fits import is_small
 from mtrain.plan.rank import HOW, StageMemory, stage_memories
 from mtrain.plan.recompute import Way, frontier
 from mtrain.plan.states import main_weight_bytes
-from mtrain.plan.storage import is_again, staged, storage_of, whole
+from mtrain.plan.storage import is_again, replicated, staged, storage_of, whole
 from mtrain.plan.time.report import time_report
 from mtrain.plan.time.step import unknown
 from mtrain.units import GIB, devices
@@ -80,10 +80,20 @@ def report(run: RunConfig) -> dict[str, Any]:
             "staged_bytes": staged(run, stages),
             "disk_bytes": disk.checkpoints,
             "export_bytes": disk.exports,
+            **_replicas(run, stages, size),
         },
         "notes": notes(run),
     }
     return found
+
+
+def _replicas(run: RunConfig, stages: Sequence[StageMemory], size: int) -> dict[str, int]:
+    """Return the bytes of local checkpoints that other machines hold too; empty without any."""
+    if run.checkpoint.local_replicas is None:
+        return {}
+    found = replicated(run, stages, size)
+    sent = run.checkpoint.local_replicas * found.part
+    return {"local_disk_bytes": found.disk, "local_sent_bytes": sent}
 
 
 def recomputation(run: RunConfig) -> list[dict[str, Any]]:

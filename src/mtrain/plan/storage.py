@@ -104,6 +104,28 @@ def copies(run: RunConfig) -> int | None:
     return staged(run, stage_memories(run)) if is_small(run) else None
 
 
+@dataclass(frozen=True)
+class Replicated:
+    """The local checkpoints of a machine that `checkpoint.local_replicas` copies to others; bytes
+    at most.
+    """
+
+    part: int
+    """Bytes of its part of one, which each copy sends and another one receives."""
+    disk: int
+    """Bytes in its `local_dir`: two parts that are being sent, the two newest, and one that is
+    written; of each copy two, and one that is received.
+    """
+
+
+def replicated(run: RunConfig, stages: Sequence[StageMemory], whole_bytes: int) -> Replicated:
+    """Return the local checkpoints of a machine, of a run whose checkpoints have `whole_bytes`."""
+    ranks = -(-run.parallel.ranks // run.cluster.nodes)
+    most = max(stage.parts["weights"] + stage.parts["optimizer"] for stage in stages)
+    part = min(whole_bytes, ranks * most)
+    return Replicated(part, part * (5 + 3 * (run.checkpoint.local_replicas or 0)))
+
+
 def is_again(stage: StageMemory, weight: Weight) -> bool:
     """Return whether an earlier stage has the same table."""
     return weight.shared and stage.stage > 0

@@ -33,7 +33,7 @@ from mtrain.ckpt.remote.place import Place, Remote
 from mtrain.ckpt.retention import Policy
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.errors import MtrainError, say_page, warn
-from mtrain.processes import die_with
+from mtrain.processes import LONGEST_RETRY_S, RETRY_S, die_with, guarded
 
 UPLOADS = "uploads.jsonl"
 """The file of a run folder with one line for each upload that ended, whole or not."""
@@ -43,9 +43,6 @@ another machine.
 """
 POLL_S = 0.5
 """Seconds between two looks for new checkpoints."""
-RETRY_S = 1.0
-"""The pause before the first further try; each one after it is twice as long."""
-LONGEST_RETRY_S = 60.0
 NICE = 10
 SILENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals for the run: its launcher says when uploads end."""
@@ -303,23 +300,12 @@ def main(words: list[str]) -> None:
     os.nice(NICE)
     orders = _Orders(int(words[1]))
     task = orders.task()
-    guard = os.getpid()
-    pause_s = RETRY_S
-    while True:
-        pid = os.fork()
-        if pid == 0:
-            die_with(guard)
-            _work(task, orders, int(words[2]))
-            os._exit(0)
-        status = os.waitpid(pid, 0)[1]
-        if not status:
-            return
-        code = os.waitstatus_to_exitcode(status)
-        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+    def ended(how: str) -> None:
         with suppress(OSError):
             warn(f"the process that uploads checkpoints ended with {how}; another one goes on")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    guarded(lambda: _work(task, orders, int(words[2])), ended)
 
 
 def _work(task: dict[str, Any], orders: _Orders, out: int) -> None:

@@ -27,6 +27,7 @@ EVERY = "checkpoint.keep_every"
 BEST = "checkpoint.keep_best"
 LOCAL = "checkpoint.local_dir"
 LOCALLY = "checkpoint.local_interval"
+REPLICAS = "checkpoint.local_replicas"
 REMOTE = "checkpoint.remote"
 NO_LOCAL = {LOCAL: None, LOCALLY: None}
 RUNS = "log.runs_dir"
@@ -283,6 +284,17 @@ def local_folder(run: RunConfig) -> Iterator[Finding]:
     elif not found and (disk := _disk_of(place)) is not None and disk == _disk_of(runs):
         detail = f"cannot be faster than {RUNS}={run.log.runs_dir} because both are on one disk"
         yield Finding("MT457", LOCAL, detail, fixes, "warning", also=(RUNS,))
+
+
+@rule("MT479", reads=f"{REPLICAS} cluster.nodes parallel.ranks")
+def replicas_on_machines(run: RunConfig) -> Iterator[Finding]:
+    """Require more machines than a part of a local checkpoint has copies."""
+    replicas = run.checkpoint.local_replicas
+    machines = min(run.cluster.nodes, run.parallel.ranks)
+    if replicas is not None and replicas >= machines:
+        detail = "the run has 1 machine" if machines == 1 else f"the run has {machines} machines"
+        fewer = each(REPLICAS, [machines - 1] if machines > 1 else [])
+        yield Finding("MT479", REPLICAS, detail, [*fewer, {REPLICAS: None}])
 
 
 @rule("MT459", reads=REMOTE)

@@ -85,6 +85,11 @@ class UnresolvedCheckpoint(Section):
     """Steps between local checkpoints in local_dir. A step gets none if a checkpoint in the run
     folder is due after it, or if one is still being written. null: none.
     """
+    local_replicas: Annotated[PositiveInt | None, Key(when=LOCAL, unit="machines")] = None
+    """Other machines that keep a copy of each machine's part of a local checkpoint, so that a
+    restart can use it after a machine was lost with its disk. A process of each machine sends it in
+    the background, and no step waits for it. null: none.
+    """
     remote: str | None = None
     """Address in an object store to which each checkpoint of the run folder is uploaded in the
     background, such as s3://bucket/prefix (gs://, az://, or file:// on a shared disk). `keep` and

@@ -1,0 +1,1 @@
+"""Copies of a machine's local checkpoints on other machines of its run."""
