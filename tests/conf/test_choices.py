@@ -5,6 +5,8 @@ numbers.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,18 +24,20 @@ from tests.support.configs import LAPTOP, errors
 FILES = sorted(conf_dir().glob("*/*.yaml"))
 MANY_DEVICES = re.compile(r"x\d\d+")
 """Clusters for which the search for a layout takes seconds."""
-CHOICES = [
-    pytest.param(
-        group,
-        choice,
-        marks=pytest.mark.full
-        if (group == "model" and i % 6) or MANY_DEVICES.search(choice)
-        else (),
-        id=f"{group}/{choice}",
-    )
-    for group in GROUPS
-    for i, choice in enumerate(choices_of_group(group))
-]
+
+
+def _choices() -> Iterator[Any]:
+    """Yield every choice of every group; each sixth model, and clusters of few devices, are not
+    `full`.
+    """
+    for group in GROUPS:
+        for place, choice in enumerate(choices_of_group(group)):
+            is_full = bool(MANY_DEVICES.search(choice)) or (group == "model" and place % 6 > 0)
+            marks = [pytest.mark.full] if is_full else []
+            yield pytest.param(group, choice, marks=marks, id=f"{group}/{choice}")
+
+
+CHOICES = list(_choices())
 
 # What the default layout, tp 2, refuses: 25 heads, biases of experts that are split, one group of
 # states.
