@@ -20,6 +20,8 @@ TICK = 10.0
 TICK_COLOUR = "#228866"
 BUCKETS = 480
 """Columns of a curve: of more points, each column shows the lowest and the highest."""
+TINY = 1e-30
+"""Values below it are 0 where a scale is logarithmic."""
 ROWS = 48
 COLUMNS = 120
 """Cells of a heat map, at most."""
@@ -81,7 +83,7 @@ def chart(curves: Mapping[str, Points], axes: Axes) -> str:
     """Return a chart of curves with its legend; empty without a point."""
     drawn = {name: points for name, points in curves.items() if points}
     if axes.logarithmic:
-        drawn = {name: [p for p in points if p[1] > 0] for name, points in drawn.items()}
+        drawn = {name: [p for p in points if p[1] > TINY] for name, points in drawn.items()}
         drawn = {name: points for name, points in drawn.items() if points}
     if not drawn:
         return ""
@@ -151,8 +153,8 @@ def ticks(low: float, high: float, *, logarithmic: bool = False) -> Iterator[tup
         yield low, words_of(low)
         return
     rough = (high - low) / TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next((digit * power for digit in (1, 2, 5) if digit * power >= rough), 10 * power)
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next((digit * unit for digit in (1, 2, 5) if digit * unit >= rough), 10 * unit)
     for number in range(math.ceil(low / step), math.floor(high / step) + 1):
         yield number * step, words_of(number * step)
 
@@ -171,7 +173,7 @@ def heat(rows: Mapping[str, Points]) -> str:
     """
     named = dict(list(rows.items())[:ROWS])
     steps = sorted({step for points in named.values() for step, _ in points})
-    values = [abs(value) for points in named.values() for _, value in points if value]
+    values = [abs(value) for points in named.values() for _, value in points if abs(value) > TINY]
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -199,7 +201,7 @@ def heat(rows: Mapping[str, Points]) -> str:
 
 
 def _shade(value: float, low: float, high: float) -> int:
-    if not value or high <= low:
+    if value <= low or high <= low:
         return 0
     part = math.log(value / low) / math.log(high / low)
     return min(len(SHADES) - 1, int(part * len(SHADES)))

@@ -32,7 +32,12 @@ LONGEST = 200
 
 def plain(value: Any) -> str:
     """Return text of bounded length for pictures and legends, which escape it themselves."""
-    text = visible(in_a_line(str(value)))
+    return visible(in_a_line(short_of(value)))
+
+
+def short_of(value: Any) -> str:
+    """Return the text of a value, cut at `LONGEST` characters."""
+    text = str(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain.cli.charts import ROWS, TICK_COLOUR, Axes, Flag, bars, chart, heat
 from mtrain.cli.goodput import is_owned
-from mtrain.cli.html import PAGE, Svg, html_page, hue, legend, plain, table_of, text_of
+from mtrain.cli.html import PAGE, Svg, html_page, hue, legend, short_of, table_of, text_of
 from mtrain.cli.plan_page import grid_of
 from mtrain.cli.plan_pictures import share
 from mtrain.config.compose.paths import ENVIRONMENT
@@ -35,7 +35,7 @@ from mtrain.plan.compare import (
 from mtrain.plan.rank import stage_memories
 from mtrain.report.costs import Cost, costs
 from mtrain.report.differing import digest_of_numbers
-from mtrain.report.folder import Record, curve
+from mtrain.report.folder import Record, curve, number
 from mtrain.report.story import (
     ALERT,
     FAILURE,
@@ -88,7 +88,9 @@ def page_of(record: Record, *, tune: bool = False) -> str:
     compared = _compared(record)
     body = [f"<h1>{text_of(record.name)}</h1>", f"<p>{text_of(_what(record))}</p>"]
     if record.problem:
-        body.append(f"<p>run.yaml cannot be read by this version: {text_of(record.problem)}</p>")
+        body.append(
+            f"<p>run.yaml cannot be read by this version: {text_of(short_of(record.problem))}</p>"
+        )
     if not record.steps:
         body.append("<p>The run has made no step.</p>")
     body += [_cards(record, life), *_curves(record, story), *_told(story)]
@@ -129,9 +131,20 @@ def plan_of(record: Record) -> dict[str, Any] | None:
     text = _or_none(lambda: read_bytes(record.home / PLAN, PLAN, MOST_BYTES))
     held = _or_none(lambda: json.loads(text)["planned"]) if text is not None else None
     made = _or_none(lambda: planned(config))
-    if not isinstance(held, dict) or made is None or held.keys() != made.keys():
-        return made if isinstance(made, dict) else None
-    return held
+    if not isinstance(made, dict):
+        return None
+    return held if _is_alike(held, made) else made
+
+
+def _is_alike(value: Any, model: Any) -> bool:
+    """Return whether a value of a file has the keys of `model`, and numbers or null in them."""
+    if isinstance(model, dict):
+        same = isinstance(value, dict) and value.keys() == model.keys()
+        return same and all(_is_alike(value[key], model[key]) for key in model)
+    if isinstance(model, list):
+        same = isinstance(value, list) and len(value) == len(model)
+        return same and all(number(item) is not None for item in value)
+    return value is None or number(value) is not None
 
 
 def _compared(record: Record) -> list[Row]:
@@ -202,7 +215,7 @@ def _further(record: Record) -> Iterator[str]:
     further = [key for key in names if key not in SHOWN | APART]
     drawn = ((key, chart({key: curve(record.steps, key)}, Axes("step"))) for key in further)
     for key, picture in [pair for pair in drawn if pair[1]][:MOST_FURTHER]:
-        yield f"<h2>{text_of(plain(key))}</h2>"
+        yield f"<h2>{text_of(short_of(key))}</h2>"
         yield picture
 
 
@@ -312,7 +325,7 @@ def _statistics(story: Story) -> Iterator[str]:
     for (kind, column), found in story.statistics.items():
         table = by_layer(found, column) if len(found) > ROWS else found
         if drawn := heat(table):
-            yield f"<h2>{text_of(plain(kind))}: {text_of(plain(column))}</h2>"
+            yield f"<h2>{text_of(short_of(kind))}: {text_of(short_of(column))}</h2>"
             if len(table) > ROWS:
                 yield f"<p>The first {ROWS} of {len(table)} rows.</p>"
             yield drawn
@@ -324,20 +337,22 @@ def _goodput(life: Account | None) -> Iterator[str]:
     spent = {cause: value for cause, value in life.seconds.items() if value}
     svg = Svg(PAGE, 44)
     x = 0.0
-    for number, (cause, value) in enumerate(spent.items()):
+    for place, (cause, value) in enumerate(spent.items()):
         wide = PAGE * value / life.wall_s
-        svg.box(x, 6, wide, 32, hue(number, len(spent)), f"{cause}: {seconds(value)}")
+        svg.box(x, 6, wide, 32, hue(place, len(spent)), f"{cause}: {seconds(value)}")
         x += wide
     yield "<h2>Goodput</h2>"
     yield f"<p>{text_of(life.line())}</p>"
-    yield legend((cause, hue(number, len(spent))) for number, cause in enumerate(spent))
+    yield legend((cause, hue(place, len(spent))) for place, cause in enumerate(spent))
     yield svg.markup()
     yield table_of((cause, seconds(v), share(v / life.wall_s)) for cause, v in spent.items())
-    attempts = [
-        (n, one["began"], one["machine"], one["step"], f"{one['end']} {one['why']}")
-        for n, one in enumerate(life.report()["attempts"], 1)
-    ][-MOST_TOLD:]
-    yield table_of(attempts, ("attempt", "began", "machine", "to step", "end"), prose=4)
+    attempts = []
+    for place, one in enumerate(life.report()["attempts"], 1):
+        end = short_of(f"{one['end']} {one['why']}")
+        attempts.append((place, one["began"], short_of(one["machine"]), one["step"], end))
+    yield table_of(
+        attempts[-MOST_TOLD:], ("attempt", "began", "machine", "to step", "end"), prose=4
+    )
 
 
 def _layout(record: Record) -> list[str]:
@@ -361,7 +376,7 @@ def _data(record: Record) -> Iterator[str]:
     for place, name in enumerate(names):
         weight = shares[place] if len(shares) == len(names) else None
         of = "-" if not isinstance(weight, int | float) else share(weight / total)
-        table.append((name, of))
+        table.append((short_of(name), of))
     yield "<h2>Data by source</h2>"
     yield f"<p>{count(consumed)} tokens were predicted in the steps above.</p>"
     yield table_of(table, ("source", "share by weight"))
@@ -375,10 +390,13 @@ def _recipe(record: Record) -> Iterator[str]:
     if record.config is not None:
         facts["digest"] = record.config.digest()
     if isinstance(versions, Mapping):
-        facts |= {f"version of {name}": version for name, version in versions.items()}
+        facts |= {
+            short_of(f"version of {name}"): short_of(version)
+            for name, version in list(versions.items())[:MOST_TOLD]
+        }
     yield "<h2>Recipe and versions</h2>"
     yield table_of(facts.items(), prose=1)
     keys = list(record.values.items())[:MOST_KEYS]
     yield f"<details><summary>{number_of(len(keys), 'key')} of run.yaml</summary>"
-    yield table_of(((key, plain(show(value))) for key, value in keys), prose=1)
+    yield table_of(((key, short_of(show(value))) for key, value in keys), prose=1)
     yield "</details>"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from mtrain.cli.charts import Axes, chart
 from mtrain.cli.compare import end_words, tolerances, verdict
-from mtrain.cli.html import html_page, plain, table_of, text_of
+from mtrain.cli.html import html_page, short_of, table_of, text_of
 from mtrain.cli.plan_pictures import share
 from mtrain.cli.report_page import STYLE, plan_of
 from mtrain.errors import show
@@ -38,7 +38,7 @@ def page_of(records: Sequence[Record]) -> str:
         body.append(f"<h2>{text_of(names[0])} and {text_of(name)}</h2>")
         body.append(f"<p>{text_of(verdict(found))}.</p>")
         if keys := found.differences[:MOST_KEYS]:
-            table = ((d.key, plain(show(d.left)), plain(show(d.right)), d.kind) for d in keys)
+            table = ((d.key, short_of(show(d.left)), short_of(show(d.right)), d.kind) for d in keys)
             body.append(table_of(table, ("key", names[0], name, "changes")))
     body += [*_curves(records, names), *_scaling(records, names)]
     return html_page(f"{number_of(len(records), 'run')}: {', '.join(names)}", STYLE, body)
@@ -121,7 +121,7 @@ def _scaling(records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
         return
     fewest = min(measured)
     each = measured[fewest] / fewest
-    lines = {
+    lines: dict[str, list[tuple[float, float]]] = {
         "measured": sorted(measured.items()),
         "planned": sorted(planned.items()),
         "ideal": [(ranks, each * ranks) for ranks in sorted({row[0] for row in rows})],

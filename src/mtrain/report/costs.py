@@ -91,8 +91,8 @@ def _of_steps(record: Record, story: Story) -> Iterator[tuple[str, float]]:
     if slow is not None:
         since = [step for step in record.steps if step >= min(s.step for s in story.slow)]
         excess = max(0.0, slow.own_s - slow.usual_s)
-        times = slow.own_s / max(slow.usual_s, 1e-9)
-        words = f"rank {slow.rank} on {slow.machine}, {times:.1f} x its stage"
+        slower = slow.own_s / max(slow.usual_s, 1e-9)
+        words = f"rank {slow.rank} on {slow.machine}, {slower:.1f} x its stage"
         yield f"{words}, since it was named", excess * len(since)
     times = [value for _, value in curve(record.steps, "step_s")][FIRST_STEPS:]
     quarter = len(times) // 4

@@ -96,6 +96,8 @@ def tell(record: Record) -> Story:
 def _add(story: Story, event: Event) -> None:
     step = event["step"]
     kind = event["kind"]
+    if number(step) is None:
+        return
     if kind == STATISTICS:
         _describe(story, event)
     elif kind == CHECKPOINT:
