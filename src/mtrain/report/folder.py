@@ -68,7 +68,7 @@ def read(home: Path) -> Record:
     found = lines_of(home / METRICS)
     if not found:
         whole = (event for event in events(home) if isinstance(event.get("values"), dict))
-        lines = (metrics_line({"time": None} | event) for event in whole)
+        lines = (metrics_line({"time": None, **event}) for event in whole)
         found = [line for line in lines if line is not None]
     steps = {line["step"]: line for line in found if "lr" in line}
     evaluations = {line["step"]: line for line in found if "valid_loss" in line}
