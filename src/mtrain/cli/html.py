@@ -27,6 +27,18 @@ COLOURS = {
 LIMIT = "#d1242f"
 # A picture this wide fills its page. A wider one scrolls: shrunk, it could not be read.
 PAGE = 1000
+LONGEST = 200
+
+
+def plain(value: Any) -> str:
+    """Return text of bounded length for pictures and legends, which escape it themselves."""
+    return visible(in_a_line(short_of(value)))
+
+
+def short_of(value: Any) -> str:
+    """Return the text of a value, cut at `LONGEST` characters."""
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def table_of(rows: Iterable[Sequence[Any]], head: Sequence[str] = (), prose: int = -1) -> str:
@@ -101,6 +113,30 @@ class Svg:
         """Draw a polygon."""
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
         self._parts.append(f'<polygon points="{points}" fill="{colour}"/>')
+
+    def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+        """Draw a curve through points; a single one as a dot."""
+        if len(points) == 1:
+            ((x, y),) = points
+            self.box(x - 2, y - 2, 4, 4, colour)
+            return
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        self._parts.append(
+            f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.3"'
+            ' stroke-linejoin="round"/>'
+        )
+
+    def boxes(
+        self, corners: Iterable[tuple[float, float]], wide: float, high: float, colour: str
+    ) -> None:
+        """Draw many rectangles of one size and colour as one shape."""
+        path = "".join(f"M{x:.1f} {y:.1f}h{wide:.2f}v{high:.1f}h-{wide:.2f}z" for x, y in corners)
+        self._parts.append(f'<path d="{path}" fill="{colour}"/>')
+
+    def columns(self, bars: Iterable[tuple[float, float, float]], wide: float, colour: str) -> None:
+        """Draw many bars of one width and colour as one shape; each has left, top and height."""
+        path = "".join(f"M{x:.1f} {y:.1f}h{wide:.2f}v{z:.1f}h-{wide:.2f}z" for x, y, z in bars)
+        self._parts.append(f'<path d="{path}" fill="{colour}"/>')
 
     def markup(self) -> str:
         """Return the element."""

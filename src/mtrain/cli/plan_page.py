@@ -60,7 +60,7 @@ def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timel
     if line is not None:
         body += [*_over_time(found, stages, line), *_schedule(line)]
     body += _recomputation(found["memory"]["recompute"])
-    body += [*_time(found), *_grid(stages), *_parameters(found)]
+    body += [*_time(found), *grid_of(stages), *_parameters(found)]
     if found["notes"]:
         body.append("<h2>What this assumes</h2>")
     body += [f"<p>{text_of(note)}</p>" for note in found["notes"]]
@@ -354,7 +354,7 @@ def _recomputation(ways: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["<h2>Recomputation, by the memory that it frees</h2>", table_of(rows, head)]
 
 
-def _grid(stages: Sequence[StageMemory]) -> list[str]:
+def grid_of(stages: Sequence[StageMemory]) -> list[str]:
     """Draw machines as rows of devices, coloured by pipeline stage."""
     run = stages[0].run
     grid = RankGrid.of(run)

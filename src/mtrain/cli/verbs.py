@@ -35,6 +35,7 @@ NAMES = (
     "goodput",
     "compare",
     "bisect",
+    "report",
     "checkpoint",
     "completion",
     "explain",

@@ -57,18 +57,19 @@ def read(home: Path) -> Record:
     if not file.is_file():
         rule = f"{home} has no {RUN_FILE}" if home.exists() else f"{home} does not exist"
         raise ConfigError.of("MT524", "", None, rule, "runs/NAME")
+    config: RunConfig | None = None
+    problem = ""
     try:
         config = read_run_file(file)
+        values = config.recorded().flat()
     except ConfigError as error:
         problem = error.problems[0].rule
-        config = None
         values = dict(_leaves("", load(file).values))
-    else:
-        problem = ""
-        values = config.recorded().flat()
     found = lines_of(home / METRICS)
     if not found:
-        found = [dict(line) for event in events(home) if (line := metrics_line(event)) is not None]
+        whole = (event for event in events(home) if isinstance(event.get("values"), dict))
+        lines = (metrics_line({"time": None, **event}) for event in whole)
+        found = [line for line in lines if line is not None]
     steps = {line["step"]: line for line in found if "lr" in line}
     evaluations = {line["step"]: line for line in found if "valid_loss" in line}
     return Record(home, config, values, problem, _in_order(steps), _in_order(evaluations))

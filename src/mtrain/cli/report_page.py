@@ -1,0 +1,402 @@
+"""The page of `report` about one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from mtrain.cli.charts import ROWS, TICK_COLOUR, Axes, Flag, bars, chart, heat
+from mtrain.cli.goodput import is_owned
+from mtrain.cli.html import PAGE, Svg, html_page, hue, legend, short_of, table_of, text_of
+from mtrain.cli.plan_page import grid_of
+from mtrain.cli.plan_pictures import share
+from mtrain.config.compose.paths import ENVIRONMENT
+from mtrain.config.disk.files import read_bytes
+from mtrain.config.resolve.resolution import Machine
+from mtrain.config.schema.run import UnresolvedRun
+from mtrain.errors import MtrainError, show
+from mtrain.events.log import RESTART, WARNING
+from mtrain.goodput.account import Account, account
+from mtrain.layout.grid import RankGrid
+from mtrain.plan.compare import (
+    ALLOCATED,
+    MOST_BYTES,
+    PLAN,
+    Row,
+    counts_memory,
+    lines_of_run,
+    peaks_in,
+    planned,
+    rows,
+    saved_in,
+)
+from mtrain.plan.rank import stage_memories
+from mtrain.report.costs import Cost, costs
+from mtrain.report.differing import digest_of_numbers
+from mtrain.report.folder import Record, curve, number
+from mtrain.report.story import (
+    ALERT,
+    FAILURE,
+    RESUME,
+    SAVE,
+    SKIP,
+    SPIKE,
+    Story,
+    by_layer,
+    slowest,
+    tell,
+)
+from mtrain.report.tail import end_of, usual
+from mtrain.units import bytes_, count, duration, number_of, seconds, short
+
+STYLE = "plan.css"
+COLOURS = {
+    RESUME: "#8866bb",
+    RESTART: "#bb4477",
+    SPIKE: "#d1242f",
+    SKIP: "#eebb44",
+    ALERT: "#ee8855",
+    FAILURE: "#d1242f",
+}
+MOST_FLAGS = 150
+MOST_TOLD = 100
+MOST_KEYS = 1500
+BEST = 5
+CURVES = {
+    "Loss": ("loss", "valid_loss"),
+    "Gradient norm": ("grad_norm",),
+    "Learning rate": ("lr",),
+    "Tokens per second": ("tokens_per_s",),
+    "Seconds of a step": ("step_s", "planned_step_s", "forward_backward_s", "data_wait_s"),
+}
+SHOWN = frozenset(key for keys in CURVES.values() for key in keys)
+APART = frozenset(
+    {"step", "samples", "batch_size", "tokens", "data_s", "optimizer_s", "data_wait_share"}
+    | {"model_flops", "planned_forward_backward_s", "planned_optimizer_s", "planned_peak_bytes"}
+)
+"""Keys of a step that need no chart of their own."""
+MOST_FURTHER = 12
+LOGARITHMIC = ("Gradient norm",)
+
+
+def page_of(record: Record, *, tune: bool = False) -> str:
+    """Return the page; a part that the folder has no numbers for is left out."""
+    story = tell(record)
+    life = _life(record)
+    compared = _compared(record)
+    body = [f"<h1>{text_of(record.name)}</h1>", f"<p>{text_of(_what(record))}</p>"]
+    if record.problem:
+        body.append(
+            f"<p>run.yaml cannot be read by this version: {text_of(short_of(record.problem))}</p>"
+        )
+    if not record.steps:
+        body.append("<p>The run has made no step.</p>")
+    body += [_cards(record, life), *_curves(record, story), *_told(story)]
+    body += _slowed(costs(record, story, life, compared), record, story)
+    body += _faster(record) if tune else []
+    body += [*_planned(compared), *_by_rank(record), *_goodput(life)]
+    body += [*_statistics(story), *_further(record)]
+    body += [*_layout(record), *_data(record), *_recipe(record)]
+    return html_page(f"run {record.name}", STYLE, body)
+
+
+def _what(record: Record) -> str:
+    config = record.config
+    if config is None:
+        return str(record.home)
+    layout = _or_none(lambda: str(RankGrid.of(config))) or "an unknown layout"
+    ranks = number_of(config.parallel.ranks, f"{config.cluster.device} rank")
+    return f"{config.model.name}, {layout} on {ranks}, {config.precision.words}"
+
+
+def _or_none(make: Callable[[], Any]) -> Any:
+    """Return a value; None where the configuration or a file does not give it."""
+    with suppress(MtrainError, OSError, ValueError, ArithmeticError, KeyError, TypeError):
+        return make()
+    return None
+
+
+def _life(record: Record) -> Account | None:
+    found = _or_none(lambda: account(record.home, alive=is_owned(record.home)))
+    return found if isinstance(found, Account) else None
+
+
+def plan_of(record: Record) -> dict[str, Any] | None:
+    """Return the measurable values of the plan: those in `plan.json`, or of a plan made now."""
+    config = record.config
+    if config is None:
+        return None
+    text = _or_none(lambda: read_bytes(record.home / PLAN, PLAN, MOST_BYTES))
+    held = _or_none(lambda: json.loads(text)["planned"]) if text is not None else None
+    made = _or_none(lambda: planned(config))
+    if not isinstance(made, dict):
+        return None
+    return held if _is_alike(held, made) else made
+
+
+def _is_alike(value: Any, model: Any) -> bool:
+    """Return whether a value of a file has the keys of `model`, and numbers or null in them."""
+    if isinstance(model, dict):
+        same = isinstance(value, dict) and value.keys() == model.keys()
+        return same and all(_is_alike(value[key], model[key]) for key in model)
+    if isinstance(model, list):
+        same = isinstance(value, list) and len(value) == len(model)
+        return same and all(number(item) is not None for item in value)
+    return value is None or number(value) is not None
+
+
+def _compared(record: Record) -> list[Row]:
+    config = record.config
+    plan = plan_of(record)
+    if config is None or plan is None:
+        return []
+
+    def made() -> list[Row]:
+        home = record.home
+        return rows(config, plan, lines_of_run(home), peaks_in(home), saved_in(home))
+
+    return _or_none(made) or []
+
+
+def _cards(record: Record, life: Account | None) -> str:
+    steps = f"{max(record.steps, default=0)}"
+    if record.config is not None:
+        steps += f" of {record.config.trainer.steps}"
+    cards = {"steps": steps}
+    end = end_of([value for _, value in curve(record.steps, "loss")])
+    if end is not None:
+        cards[f"loss, mean of the last {end.steps} steps"] = f"{end.mean:.4f} ± {end.noise:.1g}"
+    last = curve(record.evaluations, "valid_loss")
+    if last:
+        cards[f"validation loss at step {last[-1][0]}"] = f"{last[-1][1]:.4f}"
+    for key, words in (("tokens_per_s", "tokens/s, median"), ("mfu", "MFU, median")):
+        value = usual(record.steps, key)
+        if value is not None:
+            cards[words] = share(value) if key == "mfu" else short(value)
+    if life is not None:
+        cards["goodput"] = share(life.goodput)
+        cards["lived"] = seconds(life.wall_s)
+        cards["state"] = life.attempts[-1].end
+    made = (
+        f'<div class="card"><b>{text_of(value)}</b><span>{text_of(name)}</span></div>'
+        for name, value in cards.items()
+    )
+    return f'<div class="cards">{"".join(made)}</div>'
+
+
+def _curves(record: Record, story: Story) -> Iterator[str]:
+    flags = [
+        Flag(mark.step, colour, f"step {mark.step}, {mark.kind}: {mark.text}")
+        for kind, colour in COLOURS.items()
+        for mark in story.of(kind)[:MOST_FLAGS]
+    ]
+    saves = story.of(SAVE)
+    for title, keys in CURVES.items():
+        lines = {
+            key: curve(record.evaluations if key == "valid_loss" else record.steps, key)
+            for key in keys
+        }
+        axes = Axes("step", logarithmic=title in LOGARITHMIC)
+        if "loss" in keys:
+            axes = Axes("step", flags=flags, ticks=[mark.step for mark in saves])
+        if drawn := chart(lines, axes):
+            yield f"<h2>{title}</h2>"
+            if axes.flags or axes.ticks:
+                kinds = [(kind, colour) for kind, colour in COLOURS.items() if story.of(kind)]
+                yield legend([*kinds, *([(SAVE, TICK_COLOUR)] if saves else [])])
+            yield drawn
+
+
+def _further(record: Record) -> Iterator[str]:
+    """Yield charts of further metrics, such as those of an objective."""
+    names = dict.fromkeys(key for line in record.steps.values() for key in line)
+    further = [key for key in names if key not in SHOWN | APART]
+    drawn = ((key, chart({key: curve(record.steps, key)}, Axes("step"))) for key in further)
+    for key, picture in [pair for pair in drawn if pair[1]][:MOST_FURTHER]:
+        yield f"<h2>{text_of(short_of(key))}</h2>"
+        yield picture
+
+
+def _told(story: Story) -> Iterator[str]:
+    """Yield a table of what happened, without saves."""
+    marks = [mark for mark in story.marks if mark.kind != SAVE]
+    if not marks:
+        return
+    grave = [mark for mark in marks if mark.kind != WARNING]
+    shown = sorted([*grave, *story.of(WARNING)][:MOST_TOLD], key=lambda mark: mark.step)
+    left = len(marks) - len(shown)
+    yield "<h2>What happened</h2>"
+    yield table_of([(m.step, m.kind, m.text) for m in shown], ("step", "", "what"), prose=2)
+    if left:
+        yield f"<p>and {left} more</p>"
+
+
+def _slowed(found: Sequence[Cost], record: Record, story: Story) -> Iterator[str]:
+    slow = slowest(story)
+    if not found and slow is None:
+        return
+    yield "<h2>What slowed it</h2>"
+    yield (
+        "<p>Tokens/s that each cause cost, over the whole life of the run. Causes may overlap, so"
+        " they do not add up.</p>"
+    )
+    yield table_of(
+        ((one.cause, seconds(one.seconds), short(one.rate)) for one in found),
+        ("cause", "time", "tokens/s"),
+    )
+    if slow is not None:
+        yield (
+            f"<p>The slowest rank was {slow.rank} on {text_of(slow.machine)}: at step {slow.step}"
+            f" its own work took {duration(slow.own_s)} a step, and that of its pipeline stage"
+            f" {duration(slow.usual_s)}.</p>"
+        )
+
+
+def _faster(record: Record) -> Iterator[str]:
+    """Yield the layouts that `tune` plans to be faster, in tokens/s of this run."""
+    from mtrain.plan.tune.choose import search
+
+    config = record.config
+    rate = usual(record.steps, "tokens_per_s")
+    plan = plan_of(record)
+    yield "<h2>What would be faster</h2>"
+    if config is None or rate is None or plan is None or not plan["step_s"]:
+        yield "<p>The time of a step is not planned for these devices.</p>"
+        return
+    try:
+        raw = UnresolvedRun.model_validate(config.to_dict())
+        best = search(raw, {}, Machine.here(), None, BEST)[0].best
+    except MtrainError as error:
+        yield f"<p>tune finds no layout: {text_of(error)}</p>"
+        return
+    gains = [(one, rate * (plan["step_s"] / one.seconds - 1)) for one in best]
+    table = [
+        (one.words, duration(one.seconds), f"+{short(gain)}") for one, gain in gains if gain > 0
+    ]
+    if not table:
+        yield "<p>tune finds no layout with a shorter step than this one.</p>"
+        return
+    yield (
+        f"<p>The plan of this layout is {duration(plan['step_s'])} a step. If the others deviate"
+        " from their plans as it did, they change tokens/s by:</p>"
+    )
+    yield table_of(table, ("layout", "planned step", "tokens/s"))
+
+
+def _planned(compared: Sequence[Row]) -> Iterator[str]:
+    known = [row for row in compared if row.planned is not None or row.measured is not None]
+    if not known:
+        return
+    table = []
+    for row in known:
+        say = duration if row.kind == "time" else bytes_
+        pair = ["-" if value is None else say(value) for value in (row.planned, row.measured)]
+        off = "-" if row.off is None else f"{row.off:+.1%}"
+        table.append((row.part, *pair, off, "beyond its bound" if row.beyond else ""))
+    yield "<h2>Planned and measured</h2>"
+    yield table_of(table, ("part", "planned", "measured", "off", ""))
+
+
+def _by_rank(record: Record) -> Iterator[str]:
+    """Yield the peak memory of each rank, with the planned one of its stage."""
+    peaks = _or_none(lambda: peaks_in(record.home)) or {}
+    found = peaks.get(ALLOCATED, [])
+    config = record.config
+    plan = plan_of(record)
+    marks: list[float] = []
+    if config is not None and plan is not None and len(found) == config.parallel.ranks:
+        by_stage = plan["peak_bytes_by_stage"]
+        if counts_memory(config):
+            by_stage = plan["memory_by_stage"][ALLOCATED]
+        each = max(1, len(found) // max(1, len(by_stage)))
+        marks = [by_stage[min(rank // each, len(by_stage) - 1)] for rank in range(len(found))]
+    say = "peak of each rank; red: planned" if marks else "peak of each rank"
+    drawn = bars([None if value is None else float(value) for value in found], marks, say)
+    if drawn:
+        most = max(value for value in found if value is not None)
+        yield "<h2>Memory by rank</h2>"
+        yield f"<p>The most is {bytes_(most)}, on rank {found.index(most)}.</p>"
+        yield drawn
+
+
+def _statistics(story: Story) -> Iterator[str]:
+    for (kind, column), found in story.statistics.items():
+        table = by_layer(found, column) if len(found) > ROWS else found
+        if drawn := heat(table):
+            yield f"<h2>{text_of(short_of(kind))}: {text_of(short_of(column))}</h2>"
+            if len(table) > ROWS:
+                yield f"<p>The first {ROWS} of {len(table)} rows.</p>"
+            yield drawn
+
+
+def _goodput(life: Account | None) -> Iterator[str]:
+    if life is None or not life.wall_s:
+        return
+    spent = {cause: value for cause, value in life.seconds.items() if value}
+    svg = Svg(PAGE, 44)
+    x = 0.0
+    for place, (cause, value) in enumerate(spent.items()):
+        wide = PAGE * value / life.wall_s
+        svg.box(x, 6, wide, 32, hue(place, len(spent)), f"{cause}: {seconds(value)}")
+        x += wide
+    yield "<h2>Goodput</h2>"
+    yield f"<p>{text_of(life.line())}</p>"
+    yield legend((cause, hue(place, len(spent))) for place, cause in enumerate(spent))
+    yield svg.markup()
+    yield table_of((cause, seconds(v), share(v / life.wall_s)) for cause, v in spent.items())
+    attempts = []
+    for place, one in enumerate(life.report()["attempts"], 1):
+        end = short_of(f"{one['end']} {one['why']}")
+        attempts.append((place, one["began"], short_of(one["machine"]), one["step"], end))
+    yield table_of(
+        attempts[-MOST_TOLD:], ("attempt", "began", "machine", "to step", "end"), prose=4
+    )
+
+
+def _layout(record: Record) -> list[str]:
+    config = record.config
+    if config is None:
+        return []
+    return _or_none(lambda: grid_of(stage_memories(config))) or []
+
+
+def _data(record: Record) -> Iterator[str]:
+    """Yield the sources of the data with their weights."""
+    values = record.values
+    names = values.get("data.blend") or [values.get("data.path")]
+    weights = values.get("data.blend_weights") or []
+    if not isinstance(names, list) or not any(names):
+        return
+    consumed = sum(value for _, value in curve(record.steps, "tokens"))
+    shares = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0]
+    total = sum(w for w in shares if isinstance(w, int | float)) or 1.0
+    table = []
+    for place, name in enumerate(names):
+        weight = shares[place] if len(shares) == len(names) else None
+        of = "-" if not isinstance(weight, int | float) else share(weight / total)
+        table.append((short_of(name), of))
+    yield "<h2>Data by source</h2>"
+    yield f"<p>{count(consumed)} tokens were predicted in the steps above.</p>"
+    yield table_of(table, ("source", "share by weight"))
+
+
+def _recipe(record: Record) -> Iterator[str]:
+    text = _or_none(lambda: read_bytes(record.home / ENVIRONMENT, ENVIRONMENT, MOST_BYTES))
+    environment = _or_none(lambda: json.loads(text)) if text is not None else None
+    versions = environment.get("versions") if isinstance(environment, dict) else None
+    facts: dict[str, Any] = {"folder": record.home, "numbers": digest_of_numbers(record)}
+    if record.config is not None:
+        facts["digest"] = record.config.digest()
+    if isinstance(versions, Mapping):
+        facts |= {
+            short_of(f"version of {name}"): short_of(version)
+            for name, version in list(versions.items())[:MOST_TOLD]
+        }
+    yield "<h2>Recipe and versions</h2>"
+    yield table_of(facts.items(), prose=1)
+    keys = list(record.values.items())[:MOST_KEYS]
+    yield f"<details><summary>{number_of(len(keys), 'key')} of run.yaml</summary>"
+    yield table_of(((key, short_of(show(value))) for key, value in keys), prose=1)
+    yield "</details>"

@@ -1,0 +1,109 @@
+"""The causes that slowed a run, each with the tokens per second that it cost.
+
+The rate of a run is its tokens over the seconds of its life. A cause that took some of these
+seconds cost the rate that the run would have had without them, minus the rate that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from mtrain.goodput.account import Account
+from mtrain.goodput.meter import (
+    DOWN,
+    EVALUATING,
+    LOADING,
+    QUEUED,
+    RECOMPUTING,
+    SAVING,
+    STARTING,
+    WAITING,
+)
+from mtrain.plan.compare import FIRST_STEPS, Row
+from mtrain.report.folder import Record, curve, number
+from mtrain.report.story import Story, slowest
+
+WORDS = {
+    SAVING: "saves that blocked the loop",
+    EVALUATING: "evaluations",
+    RECOMPUTING: "steps that were made again",
+    LOADING: "loading and compiling",
+    STARTING: "starting",
+    QUEUED: "in the queue",
+    DOWN: "down between attempts",
+}
+PARTS = ("forward and backward", "optimizer")
+GROWTH = 0.05
+"""The least growth of step times from the first quarter of the run to the last that counts."""
+LEAST = 0.002
+"""Causes of a smaller share of the time are left out."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A cause, and its seconds."""
+
+    cause: str
+    seconds: float
+    rate: float
+    """Tokens per second that it cost."""
+
+
+def costs(
+    record: Record, story: Story, life: Account | None, compared: Sequence[Row]
+) -> list[Cost]:
+    """Return the causes by their cost, the largest first; they may overlap."""
+    stepping = sum(value for _, value in curve(record.steps, "step_s"))
+    wall = max(stepping, life.wall_s if life is not None else 0.0)
+    tokens = sum(_tokens(line) for line in record.steps.values())
+    if not wall or not tokens:
+        return []
+    found = {**_of_life(life), **dict(_of_steps(record, story)), **dict(_of_plan(record, compared))}
+    return sorted(
+        (
+            Cost(cause, seconds, tokens / (wall - seconds) - tokens / wall)
+            for cause, seconds in found.items()
+            if LEAST * wall < seconds < wall
+        ),
+        key=lambda cost: -cost.rate,
+    )
+
+
+def _tokens(line: Mapping[str, object]) -> float:
+    """Return the tokens of a step without padding, as its rate counts them."""
+    rate = number(line.get("tokens_per_s"))
+    seconds = number(line.get("step_s"))
+    return rate * seconds if rate is not None and seconds is not None else 0.0
+
+
+def _of_life(life: Account | None) -> dict[str, float]:
+    if life is None:
+        return {}
+    return {words: life.seconds[cause] for cause, words in WORDS.items()}
+
+
+def _of_steps(record: Record, story: Story) -> Iterator[tuple[str, float]]:
+    waits = sum(value for _, value in curve(record.steps, "data_wait_s"))
+    yield WAITING.replace("_", " "), waits
+    slow = slowest(story)
+    if slow is not None:
+        since = [step for step in record.steps if step >= min(s.step for s in story.slow)]
+        excess = max(0.0, slow.own_s - slow.usual_s)
+        slower = slow.own_s / max(slow.usual_s, 1e-9)
+        words = f"rank {slow.rank} on {slow.machine}, {slower:.1f} x its stage"
+        yield f"{words}, since it was named", excess * len(since)
+    times = [value for _, value in curve(record.steps, "step_s")][FIRST_STEPS:]
+    quarter = len(times) // 4
+    if quarter >= FIRST_STEPS:
+        early = median(times[:quarter])
+        if median(times[-quarter:]) > (1 + GROWTH) * early:
+            yield "steps that became slower", sum(max(0.0, time - early) for time in times)
+
+
+def _of_plan(record: Record, compared: Sequence[Row]) -> Iterator[tuple[str, float]]:
+    for row in compared:
+        if row.part in PARTS and row.planned and row.measured and row.measured > row.planned:
+            excess = (row.measured - row.planned) * len(record.steps)
+            yield f"{row.part}, slower than planned", excess
