@@ -35,6 +35,7 @@ NAMES = (
     "goodput",
     "compare",
     "bisect",
+    "watch",
     "checkpoint",
     "completion",
     "explain",
