@@ -39,6 +39,7 @@ LAYERS = {
     "plan": 4,
     "devices": 5,
     "report": 5,
+    "views": 5,
     "mcore": 6,
     "world": 7,
     "data": 8,

@@ -113,6 +113,8 @@ def test_help_examples_are_read_as_written(name: str, line: str) -> None:
     elif verb == "bisect":
         assert words[0] == "runs/NAME"
         assert not read_overrides(words[2:]).problems
+    elif verb in ("watch", "profile"):
+        assert "runs/NAME" in words
     elif verb in ("resume", "generate", "evaluate", "export", "goodput"):
         assert words[0] == "runs/NAME"
         own = {"generate": generate.WORDS, "evaluate": evaluate.WORDS}.get(verb, {})

@@ -26,16 +26,26 @@ def run(words: Sequence[str], *, as_json: bool) -> int:
     usage = f"{program()} goodput runs/NAME"
     if len(words) != 1 or "=" in words[0]:
         raise refusal("cannot account for a run because it takes one run folder", usage, "MT002")
-    home = Path(words[0]).expanduser()
-    if not (home / RUN_FILE).is_file():
-        rule = f"{home} has no {RUN_FILE}" if home.exists() else f"{home} does not exist"
-        raise refusal(rule, usage, "MT502")
+    home = run_folder(words[0], usage)
     found = account(home, alive=is_owned(home))
     if as_json:
         say_json(found.report())
     else:
         say_page("\n".join(_lines(found)))
     return 0
+
+
+def run_folder(word: str, usage: str) -> Path:
+    """Return the run folder that a word names.
+
+    Raises:
+        ConfigError: it names no folder of a run.
+    """
+    home = Path(word).expanduser()
+    if not (home / RUN_FILE).is_file():
+        rule = f"{home} has no {RUN_FILE}" if home.exists() else f"{home} does not exist"
+        raise refusal(rule, usage, "MT502")
+    return home
 
 
 def is_owned(home: Path) -> bool:

@@ -36,6 +36,7 @@ NAMES = (
     "compare",
     "bisect",
     "report",
+    "watch",
     "checkpoint",
     "completion",
     "explain",

@@ -106,7 +106,7 @@ def train(
                 kernels = run.kernels.model_copy(update={"cpu_matmul": paths.cpu_matmul})
                 run = run.model_copy(update={"kernels": kernels})
             use_measured(run, world)
-            progress = Progress(run, speaks=world.is_rank0)
+            progress = Progress(run, speaks=world.is_rank0, folder=paths.folder)
             with life_of(paths.folder, world, progress) as meter:
                 splits = splits_of(run, paths.checkpoint or paths.weights)
                 errors = paths.folder / ERRORS

@@ -51,7 +51,9 @@ class LogConfig(Section):
     token_accuracy: Annotated[bool, Key(effect=Effect.RUNTIME)] = False
     """Log token_accuracy: the share of counted predictions whose token has the largest logit."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a line that is redrawn; plain: a line per interval; auto: live on a terminal."""
+    """live: the view of `watch`, redrawn each second; plain: a line per interval, as live prints
+    where the output is no terminal; auto: live on a terminal, else plain.
+    """
     hooks: tuple[Annotated[str, Field(pattern=NAME, max_length=200)], ...] = Field(
         default=(), strict=False
     )

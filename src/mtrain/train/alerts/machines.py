@@ -59,7 +59,8 @@ class Slow(Detector):
             self.usual.add(self.recent[-1])
         if len(self.recent) < self.RECENT or not median(self.recent) < bound < inf:
             return ""
-        now, usual = exp(median(self.recent)), exp(middle)
+        now = exp(median(self.recent))
+        usual = exp(middle)
         return (
             f"{count(now)} tokens/s over the last {self.RECENT} steps, and {count(usual)} in the"
             f" median before (log.alert_slowdown={self.factor:g})"

@@ -1,10 +1,10 @@
-"""Progress on rank 0: a live line on a terminal, plain lines elsewhere."""
+"""Progress on rank 0: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import sys
+import threading
 import time
-from typing import Any
+from pathlib import Path
 
 from mtrain import units
 from mtrain.config.resolve.batches import stages
@@ -13,17 +13,52 @@ from mtrain.errors import printable, say_page
 from mtrain.train.hooks.base import Hook
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.result import StepResult
+from mtrain.views.terminal import Screen, redraws
+from mtrain.views.watched import Watched
+
+FRAME_S = 1.0
+"""Seconds between two frames of the live view."""
+JOIN_S = 5.0
+
+
+class LiveView:
+    """A thread that draws the run from its folder, as `watch` does; a step never waits for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = Watched(folder)
+        self.screen = Screen()
+        self.screen.start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._draw, name="live view", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Draw the last frame, and give the terminal back."""
+        self._over.set()
+        self._thread.join(JOIN_S)
+        self.screen.stop()
+
+    def _draw(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(FRAME_S)
+            self.run.look()
+            try:
+                self.screen.show([self.run])
+            except (OSError, ValueError):  # nobody reads any more
+                return
 
 
 class Progress(Hook):
-    """Step, loss, tokens/s and time left."""
+    """Step, loss, tokens/s and time left: lines, or the view of the run's `folder`."""
 
-    def __init__(self, run: RunConfig, *, speaks: bool) -> None:
+    def __init__(self, run: RunConfig, *, speaks: bool, folder: Path | None = None) -> None:
         choice = run.log.progress
-        if choice == "auto":
-            # A log file with a redrawn line would be one line of escapes.
-            choice = "live" if sys.stdout.isatty() else "plain"
+        if choice in ("auto", "live"):
+            # A log file with a redrawn view would be one of escapes.
+            choice = "live" if folder is not None and redraws() else "plain"
         self.choice = choice if speaks else "none"
+        self.folder = folder
         self.interval = run.log.interval
         self.goal = run.trainer.steps
         self.z_loss = bool(run.trainer.z_loss_coeff)
@@ -31,59 +66,41 @@ class Progress(Hook):
         self.grows = len(stages(run)) > 1
         self.began = 0.0
         self.first_step = 0
-        self.bar: Any = None
-        self.task: Any = None
+        self.view: LiveView | None = None
 
     def start(self, context: TrainContext) -> None:
         """Begin counting from the state's step."""
         self.began = time.monotonic()
         self.first_step = context.state.step
-        if self.choice == "live":
-            # An import of some tenths of a second, for a terminal only.
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-            from rich.progress import Progress as Bar
-
-            self.bar = Bar(
-                TextColumn("train"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}"),
-            )
-            self.task = self.bar.add_task(
-                "train", total=self.goal, completed=self.first_step, line=""
-            )
-            self.bar.start()
+        if self.choice == "live" and self.folder is not None:
+            self.view = LiveView(self.folder)
 
     def waits_for(self, context: TrainContext, step: int) -> bool:
         """Return whether this is the first step, whose line comes at once."""
         return step == 1
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
-        """Redraw the line, or print one at the interval."""
-        if self.choice == "none":
+        """Print a line at the interval."""
+        if self.choice != "plain":
             return
-        line = self._line(result)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=result.step, line=line)
-        elif result.step % self.interval == 0 or result.step in (1, self.goal):
+        if result.step % self.interval == 0 or result.step in (1, self.goal):
+            line = self._line(result)
             self.note(f"step {result.step:>{len(str(self.goal))}}/{self.goal}  {line}")
 
     def close(self) -> None:
-        """Give the terminal back, with the line as it is."""
-        if self.bar is not None:
-            bar = self.bar
-            self.bar = None
-            bar.stop()
+        """Give the terminal back, with the last frame."""
+        if self.view is not None:
+            view = self.view
+            self.view = None
+            view.close()
 
     def note(self, text: str) -> None:
         """Print a line of its own."""
         if self.choice == "none":
             return
         try:
-            if self.bar is not None:
-                self.bar.console.print(
-                    printable(text), highlight=False, markup=False, soft_wrap=True
-                )
+            if self.view is not None:
+                self.view.screen.print(printable(text))
             else:
                 say_page(text)
         except (OSError, ValueError):
