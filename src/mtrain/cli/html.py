@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from mtrain.errors import in_a_line, visible
 from mtrain.pages import html_page as html_page
 from mtrain.pages import text_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtrain.cli.charts import ROWS, TICK_COLOUR, Axes, Flag, bars, chart, heat
 from mtrain.cli.goodput import is_owned
-from mtrain.cli.html import PAGE, Svg, html_page, hue, legend, short_of, table_of, text_of
+from mtrain.cli.html import PAGE, Svg, html_page, hue, legend, short_of, table_of
 from mtrain.cli.plan_page import grid_of
 from mtrain.cli.plan_pictures import share
 from mtrain.config.compose.paths import ENVIRONMENT
@@ -20,6 +20,7 @@ from mtrain.errors import MtrainError, show
 from mtrain.events.log import RESTART, WARNING
 from mtrain.goodput.account import Account, account
 from mtrain.layout.grid import RankGrid
+from mtrain.pages import text_of
 from mtrain.plan.compare import (
     ALLOCATED,
     MOST_BYTES,

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from mtrain.cli.charts import Axes, chart
 from mtrain.cli.compare import end_words, tolerances, verdict
-from mtrain.cli.html import html_page, short_of, table_of, text_of
+from mtrain.cli.html import html_page, short_of, table_of
 from mtrain.cli.plan_pictures import share
 from mtrain.cli.report_page import STYLE, plan_of
 from mtrain.errors import show
+from mtrain.pages import text_of
 from mtrain.report.differing import compare
 from mtrain.report.folder import Record, curve
 from mtrain.report.story import totals
