@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.layers import low_rank
 from mtrain.mcore.layers.merging import is_adapter
 from mtrain.mcore.state import optimizer_state, sharding
+from mtrain.mcore.state.local_params import unwrap
 from mtrain.world.generators import seed_generators
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
@@ -58,6 +59,8 @@ class TrainState:
     """
     replicas: Replicas = field(default_factory=Replicas)
     """The pieces that this rank saves."""
+    reference: list[Any] = field(default_factory=list)
+    """Chunks of a frozen copy of the model, as it was when this objective began; empty without."""
 
 
 def save(
@@ -169,7 +172,9 @@ def _shards(
     # With adapters the model itself does not change: its file is written once and linked.
     if run.peft.kind is not None:
         still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
-        state.frozen.setdefault(owner, store.Frozen([s for s in weights if id(s) in still]))
+    if still or state.reference:
+        kept = [*(s for s in weights if id(s) in still), *reference_shards(state)]
+        state.frozen.setdefault(owner, store.Frozen(kept))
     shards = [s for s in weights if id(s) not in still]
     shards += sharding.optimizer_shards(state.chunks, state.optimizer)
     if owner and RankEnv.here().machine is not None:
@@ -253,6 +258,11 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
         load_weights(checkpoint, state)
         return True
     load_model(checkpoint, state.chunks)
+    # A checkpoint of another objective has no reference: this one begins here.
+    if any(key.startswith(folder.REFERENCE) for key in checkpoint.manifest["tensors"]):
+        checkpoint.load(reference_shards(state))
+    else:
+        begin_reference(state)
     checkpoint.load(sharding.optimizer_shards_to_fill(state.chunks, state.optimizer))
     sharding.refresh(state.chunks, state.optimizer)
     facts = checkpoint.state
@@ -293,7 +303,26 @@ def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
 def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
     """Restore only the weights, and update the optimizer's copies of them."""
     load_model(checkpoint, state.chunks)
+    begin_reference(state)
     renew(state)
+
+
+def reference_shards(state: TrainState) -> list[sharding.TensorShard]:
+    """Return the shards of the frozen reference model on this rank."""
+    return [
+        replace(shard, key=folder.REFERENCE + shard.weight)
+        for shard in sharding.model_shards(state.reference)
+    ]
+
+
+@torch.no_grad()
+def begin_reference(state: TrainState) -> None:
+    """Copy the weights and buffers of the policy, as they are now, to its frozen reference."""
+    for chunk, other in zip(state.chunks, state.reference, strict=False):
+        own = unwrap(chunk).state_dict()
+        for name, tensor in unwrap(other).state_dict().items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(own[name])
 
 
 def renew(state: TrainState) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NotRequired, Protocol, TypedDict, cast
 import numpy as np
 import torch
 
-from mtrain.data.chats.samples import NOTHING, ChatSamples, Sample
+from mtrain.data.chats.samples import NOTHING, ChatSamples, PairSamples, Sample
 from mtrain.data.samples.megatron_order import MegatronBlend, MegatronSamples
 from mtrain.data.samples.packing import balance_by_work
 from mtrain.data.samples.token_stream import FillInTheMiddle
@@ -53,6 +53,8 @@ class MicroBatch(TypedDict):
     """packed: int32 [documents + 1], the start of each document, and the end of the last."""
     loss_counts: NotRequired[torch.Tensor]
     """float32: the addend of each prediction to the divisor of the loss; without it `loss_mask`."""
+    reference_log_probabilities: NotRequired[torch.Tensor]
+    """float32: the log-probability of each label by a reference model, which the step adds."""
     padding: NotRequired[torch.Tensor]
     """bool: True at positions without a token; without it, every position has one.
 
@@ -292,7 +294,8 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
     The loss of a step is the sum over its predictions of loss_mask * loss, divided by the sum of
     loss_counts, both over the whole global batch. `token`: each prediction that counts weighs 1 and
     adds 1 to the count. `sample`: the predictions of a sample, or of a packed document, weigh 1
-    together and add 1. `sequence`: the same for a row. The count of a sample is placed at its first
+    together and add 1. `sequence`: the same for a row. `pair`: each prediction weighs 1, and those
+    of every second row, of the chosen answers, add 1. The count of a sample is placed at its first
     prediction, so no layout that splits a sample over ranks changes it.
     """
     if average == "token":
@@ -314,6 +317,9 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
     # `roll` compares the first prediction with the last, which may be of the same sample
     if len(places):
         counts[places[0]] = 1.0
+    if average == "pair":
+        counts = torch.where(owner % 2 == 0, counts, 0.0)
+        return cast(MicroBatch, {**batch, "loss_counts": counts.view_as(mask)})
     own = {"loss_mask": weights.to(mask.dtype).view_as(mask), "loss_counts": counts.view_as(mask)}
     return cast(MicroBatch, {**batch, **own})
 
@@ -373,7 +379,23 @@ def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tenso
     return place, begin
 
 
-def chat_collator(source: ChatSamples) -> Collator:
+def mock_pairs(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+    """Return a micro-batch of synthetic pairs of answers, of lengths that differ: a collator.
+
+    The first quarter of a sample stands for the prompt, which is not learned.
+    """
+    length = windows.shape[1] - 1
+    samples = []
+    for window, number in zip(windows.numpy(), numbers, strict=True):
+        end = length - int(number) * 5 % (length // 2)
+        places = np.arange(length + 1)
+        learned = (places > length // 4) & (places <= end)
+        tokens = np.where(places <= end, window, NOTHING)
+        samples.append(Sample(tokens, learned, (0,), (int(number),)))
+    return collate(samples, packed=False)
+
+
+def chat_collator(source: ChatSamples | PairSamples) -> Collator:
     """Return the collator for chats, whose loss mask selects the learned tokens.
 
     Packed chats do not attend to each other, and each begins at position 0; the padding of a sample
@@ -382,7 +404,8 @@ def chat_collator(source: ChatSamples) -> Collator:
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         samples = [source.sample(number) for number in numbers]
-        return collate(samples, packed=source.multiple is not None)
+        packed = isinstance(source, ChatSamples) and source.multiple is not None
+        return collate(samples, packed=packed)
 
     return collator
 

@@ -116,7 +116,7 @@ def _steps(run: RunConfig) -> Iterator[Change]:
         yield {"kernels.loss": "auto"}
     if p.tp > 1 and not p.sequence_parallel and run.data.length % (p.tp * p.cp) == 0:
         yield {"parallel.sequence_parallel": True}
-    if t.micro % 2 == 0:
+    if t.micro % (4 if run.objective.pairs else 2) == 0:
         yield {"trainer.micro_batch_size": t.micro // 2}
     yield from _recomputed(run)
     if run.precision.grad_reduce_in_fp32 and run.precision.format == "bf16":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtrain.assembly.model import build_model
+from mtrain.assembly.model import build_model, build_reference
 from mtrain.assembly.optim import build_optimizer, build_schedule
-from mtrain.ckpt.state import TrainState
+from mtrain.ckpt.state import TrainState, begin_reference
 from mtrain.config.compose.paths import user_path
 from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
@@ -49,6 +49,9 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     if world.device.runs_ahead:
         stay_on_device(chunks[0].config)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
+    if run.objective.copies:
+        state.reference = build_reference(run, world)
+        begin_reference(state)
     train_data = batches(run, world, splits, "train")
     valid_data = None
     if run.trainer.eval_iters and splits.validation is not None:
@@ -72,6 +75,8 @@ def batches(
     if run.parallel.hybrid_context_parallel:
         share = (0, 1)
     average = run.trainer.loss_average if part == "train" else "token"
+    if run.objective.pairs:
+        average = "pair"
     micro = run.trainer.micro
     balanced = run.data.packed and run.data.packing_scheduler == "dp_balanced"
     # An evaluation is of the next token only.

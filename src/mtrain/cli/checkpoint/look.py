@@ -244,8 +244,7 @@ def _tensor(name: str, entry: dict[str, Any]) -> dict[str, Any]:
 def _kinds(tensors: Sequence[dict[str, Any]]) -> Counter[str]:
     """Return how many tensors are weights, and how many each state of the optimizer has."""
     return Counter(
-        "model" if one["name"].startswith(folder.MODEL) else one["name"].split("/")[1]
-        for one in tensors
+        one["name"].split("/")[one["name"].startswith("optim/")] for one in tensors
     )
 
 

@@ -25,12 +25,6 @@ GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mam
 class UnresolvedTrainer(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
-    objective: str = "next_token"
-    """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
-    the model's family masks or writes. Among others that ship, label_smoothing gives every token of
-    the vocabulary a share of each label. Installed packages publish others under the entry point
-    group `mtrain.objectives`.
-    """
     fine_tuning: Annotated[bool | None, Key(effect=Effect.RUNTIME)] = None
     """Fine-tuning defaults for rate, batch, length and schedule, in place of those for training
     from scratch. It changes nothing else. null: true for chats (data.kind sft, preference) and for

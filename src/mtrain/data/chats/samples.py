@@ -208,7 +208,9 @@ class ChatSamples:
 
 
 class PairSamples:
-    """The pairs of a split, in the order in which `ChatSamples` has chats."""
+    """The answers of the pairs of a split, in the order in which `ChatSamples` has chats: the chosen
+    and the rejected one of each pair, with even and odd numbers.
+    """
 
     def __init__(
         self,
@@ -229,32 +231,28 @@ class PairSamples:
         self.name = name
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return 2 * len(self._chosen)
+
+    def sample(self, number: int) -> Sample:
+        """Return one answer of a pair, after the common start, which is not learned."""
+        side = self._rejected if number % 2 else self._chosen
+        return side.sample(int(number) // 2)
 
     def pair(self, number: int) -> tuple[Sample, Sample]:
-        """Return the chosen and the rejected sample of a number.
-
-        Their common start is not learned.
-        """
-        return self._chosen.sample(number), self._rejected.sample(number)
+        """Return the chosen and the rejected answer of the pair of that number."""
+        return self.sample(2 * number), self.sample(2 * number + 1)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return int64 [2 n, seq_length + 1]: the chosen and the rejected chat of each pair,
-        `NOTHING` after their ends.
-        """
-        return np.stack([sample.tokens for number in numbers for sample in self.pair(number)])
-
-    def learned(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the loss mask of these tokens: bool [2 n, seq_length + 1]."""
-        return np.stack([sample.learned for number in numbers for sample in self.pair(number)])
+        """Return int64 [n, seq_length + 1]: the tokens of answers, `NOTHING` after their ends."""
+        return np.stack([self.sample(number).tokens for number in numbers])
 
     def place(self, number: int) -> str:
-        """Return file and line of a pair."""
+        """Return file and line of the pair of that number."""
         return self._chosen.place(number)
 
     def describe(self) -> dict[str, int]:
         """Return the numbers of pairs, tokens, pairs cut and left out, and samples of an epoch."""
-        return self._chosen.describe()
+        return {**self._chosen.describe(), "samples": len(self)}
 
 
 def open_chats(

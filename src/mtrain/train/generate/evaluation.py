@@ -90,19 +90,19 @@ def measured(
         run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None
     )
     iters = data.steps
-    total = summed(context, data, iters)
-    assert total is not None  # only a request to stop returns None, and none is heeded here
-    nats, tokens = total
+    means = summed(context, data, iters)
+    assert means is not None  # only a request to stop returns None, and none is heeded here
+    loss = means["loss"]
+    tokens = int(means["tokens"])
     text_bytes = None
     if tokenizer is not None and run.data.kind != "mock":
         text_bytes = _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
-    loss = nats / max(1, tokens)
-    plain = family_of(run.model).tokens_alone(run.model)
+    plain = family_of(run.model).tokens_alone(run.model) and not run.objective.pairs
     return Measured(
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)) if plain else None,
         bits_per_token=loss / math.log(2) if plain else None,
-        bits_per_byte=nats / math.log(2) / text_bytes if text_bytes and plain else None,
+        bits_per_byte=loss * tokens / math.log(2) / text_bytes if text_bytes and plain else None,
         tokens=tokens,
         bytes=text_bytes,
         samples=data.counted,

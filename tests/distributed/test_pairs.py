@@ -1,0 +1,208 @@
+"""Losses of pairs of answers: a global batch has one loss, gradient and set of metrics in any split."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.objective import ObjectiveConfig
+from mtrain.config.schema.peft import PeftConfig
+from mtrain.config.schema.run import RunConfig
+from tests.support.covering import some
+from tests.support.forked import import_engine, run_alone, run_ranks
+from tests.support.runs import tiny_run, whole_tensors
+
+FEW = {"vocab_size": 140, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2sp": {"ranks": 2, "tp": 2, "sequence_parallel": True},
+    "pp2": {"ranks": 2, "pp": 2},
+    "cp2": {"ranks": 2, "cp": 2},
+    "dp2": {"ranks": 2, "distributed_optimizer": True},
+    "tp2pp2": {"ranks": 4, "tp": 2, "pp": 2},
+    "pp2dp2": {"ranks": 4, "pp": 2, "micro": 4},
+    "micro4": {"micro": 4},
+    "micro8": {"micro": 8},
+}
+LORA = PeftConfig(kind="lora", r=4, alpha=8.0)
+OF_THE_LOOP = ("stops", "due", "read", "flops", "full_flops")
+
+
+def run_of(
+    objective: str = "dpo", micro: int = 2, peft: PeftConfig | None = None, **given: Any
+) -> RunConfig:
+    keys = given.pop("keys", {})
+    trainer = {"micro_batch_size": micro, "global_batch_size": 8}
+    run = tiny_run(model=FEW, trainer=trainer, **given)
+    sections = {
+        "objective": ObjectiveConfig(name=objective, **keys),
+        "peft": peft or PeftConfig(),
+    }
+    changed = run.model_copy(update=sections)
+    return resolve(changed, Machine(cpu_cores=1, memory_bytes=0))
+
+
+def two_steps(run: RunConfig, folder: Path) -> list[dict[str, float]]:
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.loop.step import train_step
+    from mtrain.train.verify.prove import record_gradients
+    from mtrain.world.init import joined
+
+    with joined(run) as world:
+        context = assemble(run, world, splits_of(run))
+        results = []
+        for step in range(2):
+            record_gradients(context, folder / str(step))
+            results.append(train_step(context, stop_requested=False))
+    return [
+        {name: value for name, value in r.metrics.items() if name not in OF_THE_LOOP}
+        for r in results
+    ]
+
+
+@cache
+def alone(objective: str) -> tuple[list[dict[str, float]], Path]:
+    folder = Path(mkdtemp())
+    return run_ranks(1, two_steps, run_of(objective), folder)[0], folder
+
+
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    some(
+        {
+            f"{objective}-{layout}": (objective, layout)
+            for layout in LAYOUTS
+            for objective in ("dpo", "orpo")
+        },
+        ["dpo-pp2"],
+    ),
+)
+def test_pairs_split_is_the_same_step(objective: str, layout: str, tmp_path: Path) -> None:
+    import_engine()
+    wanted, folder = alone(objective)
+    run = run_of(objective, **LAYOUTS[layout])
+    for steps in run_ranks(run.parallel.ranks, two_steps, run, tmp_path):
+        for step, same in zip(steps, wanted, strict=True):
+            assert step == {k: pytest.approx(v, rel=2e-5, abs=1e-6) for k, v in same.items()}
+    for step in ("0", "1"):
+        inside = Path(step) / "step_00000000"
+        here = whole_tensors(tmp_path / inside)
+        for name, value in whole_tensors(folder / inside).items():
+            assert torch.allclose(here[name], value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_pairs_unequal_micro_batches_divide_once(faulty: bool) -> None:
+    """A mean of the means of micro-batches, the seeded fault, is another gradient."""
+
+    def job() -> tuple[torch.Tensor, torch.Tensor]:
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.loop import step
+        from mtrain.train.loop.prefetch import to_device
+        from mtrain.world.init import joined
+
+        real = step.sum_loss
+
+        def divided_early(objective: Any, batch: Any, output: torch.Tensor) -> Any:
+            total, count, report = real(objective, batch, output)
+            return total / count, torch.ones_like(count), report
+
+        if faulty:
+            step.sum_loss = divided_early
+        run = run_of(micro=4)
+        with joined(run) as world:
+            context = assemble(run, world, splits_of(run))
+            weights = [p for chunk in context.state.chunks for p in chunk.parameters()]
+            found = []
+            for sizes in ((2, 6), (4, 4)):
+                data = context.train_data
+                data.micro_batch_size = 8
+                data._stride = 8
+                (whole,) = data.microbatches(0, 8)
+                parts = {key: value.split(sizes) for key, value in whole.items()}
+                split = [{key: value[i] for key, value in parts.items()} for i in range(2)]
+                step.gradients(context, [to_device(batch, world) for batch in split])
+                found.append(torch.cat([p.main_grad.flatten() for p in weights]).clone())
+        return found[0], found[1]
+
+    unequal, equal = run_alone(job)
+    assert torch.allclose(unequal, equal, rtol=1e-4, atol=1e-6) is not faulty
+
+
+@pytest.mark.full
+def test_pairs_reference_stays_and_is_resumed(tmp_path: Path) -> None:
+    """The reference keeps every bit, is saved once, and a run that resumes has the same one."""
+
+    def job(first: bool) -> tuple[list[float], bool]:
+        from mtrain.ckpt import state as ckpt_state
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.loop.step import train_step
+        from mtrain.world.init import joined
+
+        run = run_of(ranks=2, pp=2, optim={"lr": 1e-2, "warmup_iters": 0})
+        with joined(run) as world:
+            context = assemble(run, world, splits_of(run))
+            state = context.state
+            begun = [p.clone() for chunk in state.reference for p in chunk.parameters()]
+            losses = []
+            if not first:
+                path = ckpt_state.opened(tmp_path / "step_00000002", run, world)
+                ckpt_state.load(path, world, state, seed=run.trainer.seed)
+            while state.step < (4 if first else 4):
+                losses.append(train_step(context, stop_requested=False).loss)
+                if first and state.step == 2:
+                    ckpt_state.save(tmp_path, run, world, state, {})
+            after = [p for chunk in state.reference for p in chunk.parameters()]
+            same = all(torch.equal(a, b) for a, b in zip(begun, after, strict=True))
+            moved = any(
+                not torch.equal(a, b)
+                for chunk in state.chunks
+                for a, b in zip(begun, chunk.parameters(), strict=False)
+            )
+        return losses, same and moved
+
+    import_engine()
+    whole = run_ranks(2, job, True)
+    rest = run_ranks(2, job, False)
+    assert [value[0] for value in rest] == [value[0][2:] for value in whole]
+    assert all(value[1] for value in (*whole, *rest))
+
+
+@pytest.mark.full
+def test_pairs_adapters_off_equal_a_frozen_copy(tmp_path: Path) -> None:
+    import_engine()
+    off, frozen = (
+        run_ranks(1, two_steps, run_of(peft=LORA, keys={"reference": kind}), tmp_path / kind)[0]
+        for kind in ("adapter_off", "frozen")
+    )
+    assert off == frozen
+    assert off[1]["reference_kl"] != 0
+
+
+@pytest.mark.full
+def test_pairs_evaluation_counts_each_pair_once(tmp_path: Path) -> None:
+    """Pairs that only fill the last step of an evaluation count for nothing."""
+
+    def job(micro: int, limit: int) -> dict[str, float]:
+        from mtrain.train.assemble import assemble, batches, splits_of
+        from mtrain.train.loop.step import summed
+        from mtrain.world.init import joined
+
+        run = run_of("simpo", micro=micro)
+        with joined(run) as world:
+            splits = splits_of(run)
+            context = assemble(run, world, splits)
+            data = batches(run, world, splits, "train", limit)
+            means = summed(context, data, 9)
+        assert means is not None
+        return {name: value for name, value in means.items() if name not in OF_THE_LOOP}
+
+    six, ten = run_alone(job, 2, 6), run_alone(job, 8, 10)
+    assert (six["count"], ten["count"]) == (3, 5)
+    assert run_alone(job, 4, 10) == {k: pytest.approx(v, rel=1e-5) for k, v in ten.items()}
+    assert six["loss"] != pytest.approx(ten["loss"], rel=1e-4)
