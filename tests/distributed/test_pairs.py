@@ -1,4 +1,4 @@
-"""Losses of pairs of answers: a global batch has one loss, gradient and set of metrics in any split."""
+"""Losses of pairs of answers: a global batch has one loss and gradient in any split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from tests.support.covering import some
-from tests.support.forked import import_engine, run_alone, run_ranks
+from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import tiny_run, whole_tensors
 
 FEW = {"vocab_size": 140, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
@@ -72,18 +72,12 @@ def alone(objective: str) -> tuple[list[dict[str, float]], Path]:
 
 
 @pytest.mark.parametrize(
-    ("objective", "layout"),
-    some(
-        {
-            f"{objective}-{layout}": (objective, layout)
-            for layout in LAYOUTS
-            for objective in ("dpo", "orpo")
-        },
-        ["dpo-pp2"],
-    ),
+    "case",
+    some([f"{name} {layout}" for layout in LAYOUTS for name in ("dpo", "orpo")], ["dpo pp2"]),
 )
-def test_pairs_split_is_the_same_step(objective: str, layout: str, tmp_path: Path) -> None:
+def test_pairs_split_is_the_same_step(case: str, tmp_path: Path) -> None:
     import_engine()
+    objective, layout = case.split()
     wanted, folder = alone(objective)
     run = run_of(objective, **LAYOUTS[layout])
     for steps in run_ranks(run.parallel.ranks, two_steps, run, tmp_path):
@@ -130,7 +124,8 @@ def test_pairs_unequal_micro_batches_divide_once(faulty: bool) -> None:
                 found.append(torch.cat([p.main_grad.flatten() for p in weights]).clone())
         return found[0], found[1]
 
-    unequal, equal = run_alone(job)
+    import_engine()
+    unequal, equal = run_ranks(1, job)[0]
     assert torch.allclose(unequal, equal, rtol=1e-4, atol=1e-6) is not faulty
 
 
@@ -153,7 +148,7 @@ def test_pairs_reference_stays_and_is_resumed(tmp_path: Path) -> None:
             if not first:
                 path = ckpt_state.opened(tmp_path / "step_00000002", run, world)
                 ckpt_state.load(path, world, state, seed=run.trainer.seed)
-            while state.step < (4 if first else 4):
+            while state.step < 4:
                 losses.append(train_step(context, stop_requested=False).loss)
                 if first and state.step == 2:
                     ckpt_state.save(tmp_path, run, world, state, {})
@@ -202,7 +197,8 @@ def test_pairs_evaluation_counts_each_pair_once(tmp_path: Path) -> None:
         assert means is not None
         return {name: value for name, value in means.items() if name not in OF_THE_LOOP}
 
-    six, ten = run_alone(job, 2, 6), run_alone(job, 8, 10)
+    import_engine()
+    six, ten, again = (run_ranks(1, job, *way)[0] for way in ((2, 6), (8, 10), (4, 10)))
     assert (six["count"], ten["count"]) == (3, 5)
-    assert run_alone(job, 4, 10) == {k: pytest.approx(v, rel=1e-5) for k, v in ten.items()}
+    assert again == {k: pytest.approx(v, rel=1e-5) for k, v in ten.items()}
     assert six["loss"] != pytest.approx(ten["loss"], rel=1e-4)

@@ -1,5 +1,5 @@
-"""Losses of pairs of answers, from log-probabilities of tokens: the common part of dpo, ipo, orpo and
-simpo.
+"""Losses of pairs of answers, from log-probabilities of tokens: the common part of dpo, ipo, orpo
+and simpo.
 
 The rows of a micro-batch are the chosen and the rejected answer of one pair after the other. A loss
 is a function of sums over the tokens of each answer, and is itself a sum over pairs: only the
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mtrain.mcore import api as mcore
 from mtrain.train.objectives import Batch, Metric, Objective
 from mtrain.train.objectives.next_token import COUNT, LOSS, TOKENS
 
@@ -81,9 +80,12 @@ class PairObjective(Objective):
         return (*METRICS, KL) if self.run.objective.refers else METRICS
 
     def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Metric]]:
-        """Return the sum over the pairs of a micro-batch; `output` holds the log-probability of each
-        label [b, s].
+        """Return the sum over the pairs of a micro-batch; `output` holds the log-probability of
+        each label [b, s].
         """
+        # Here: the losses of pairs themselves need no megatron-core.
+        from mtrain.mcore import api as mcore
+
         group = mcore.parallel_state.get_context_parallel_group()
         pairs = pairs_of(output, batch["loss_mask"], batch.get(REFERENCE), group)
         compared = self.compare(pairs)

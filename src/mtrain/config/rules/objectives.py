@@ -1,4 +1,4 @@
-"""Objectives of pairs of answers: their samples, their reference, and what they cannot be used with."""
+"""Objectives of pairs of answers: their samples, their reference, and keys that exclude them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
     ),
 )
 def objective_terms(run: RunConfig) -> Iterator[Finding]:
-    """Cannot use this with an objective of pairs because its loss is a function of whole answers."""
+    """Cannot use this with an objective of pairs because its loss is of whole answers."""
     if not run.objective.pairs:
         return
     terms: tuple[tuple[str, object, object, str], ...] = (
@@ -98,7 +98,7 @@ def objective_family(run: RunConfig) -> Iterator[Finding]:
     reads=f"{NAME} {MICRO} trainer.global_batch_size {DP}",
 )
 def whole_pairs(run: RunConfig) -> Iterator[Finding]:
-    """Cannot compare answers because a micro-batch holds half of a pair: each pair is two samples."""
+    """Cannot compare answers because a micro-batch holds half of a pair, which is two samples."""
     t = run.trainer
     if not run.objective.pairs or t.micro % 2 == 0:
         return

@@ -36,7 +36,7 @@ class ObjectiveConfig(Section):
     loss_type: Annotated[
         LossType | None, Key(when="objective.name=dpo", null="sigmoid", aka="dpo_loss_type")
     ] = None
-    """dpo: the function of the two log-ratios. sigmoid: as in the paper; sigmoid_norm: of means over
+    """dpo: the function of both log-ratios. sigmoid: as in the paper; sigmoid_norm: of means over
     the tokens of an answer (Lambert et al. 2024, arXiv:2411.15124, section 5.1); hinge: Zhao et al.
     2023, arXiv:2305.10425; ipo: arXiv:2310.12036, of means; robust: with labels that are wrong with
     the probability label_smoothing (Chowdhury et al. 2024, arXiv:2403.00409); apo_zero, apo_down:
@@ -45,8 +45,8 @@ class ObjectiveConfig(Section):
     label_smoothing: Annotated[
         Annotated[float, Field(ge=0, lt=0.5)], Key(when="objective.name=dpo")
     ] = 0.0
-    """dpo with loss_type sigmoid, sigmoid_norm or robust: the share of pairs whose label is taken to
-    be the other way round.
+    """dpo with loss_type sigmoid, sigmoid_norm or robust: the share of pairs whose label is taken
+    to be the other way round.
     """
     nll_weight: Annotated[
         NonNegativeFloat, Key(when="objective.name=dpo", aka="rpo_alpha sft_weight")
@@ -84,4 +84,3 @@ class ObjectiveConfig(Section):
     def copies(self) -> bool:
         """Return whether ranks hold a frozen copy of the model."""
         return self.name in WITH_REFERENCE and self.reference == "frozen"
-

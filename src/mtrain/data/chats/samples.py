@@ -208,8 +208,8 @@ class ChatSamples:
 
 
 class PairSamples:
-    """The answers of the pairs of a split, in the order in which `ChatSamples` has chats: the chosen
-    and the rejected one of each pair, with even and odd numbers.
+    """The answers of the pairs of a split, in the order in which `ChatSamples` has chats: the
+    chosen and the rejected one of each pair, with even and odd numbers.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import say_page
 from mtrain.models.registry import family_of
 from mtrain.train.assemble import batches
-from mtrain.train.generate.write import restored
+from mtrain.train.generate.write import restored, restored_reference
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.loop.step import summed
@@ -34,7 +35,7 @@ class Measured:
     """Cross entropy over some samples, the same whatever the layout."""
 
     loss: float
-    """Nats per token."""
+    """Nats per token; the loss of a pair if the objective is of pairs."""
     perplexity: float | None
     """None, as are the bits, where the loss is more than a cross entropy of tokens."""
     bits_per_token: float | None
@@ -45,6 +46,8 @@ class Measured:
     bytes: int | None
     samples: int
     seconds: float
+    accuracy: float | None
+    """Share of the pairs whose chosen answer has the higher reward; None without pairs."""
 
 
 def evaluate(
@@ -62,7 +65,8 @@ def evaluate(
             run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)
         )
         chunks = restored(run, world, checkpoint)
-        result = measured(run, world, chunks, splits, tokenizer, limit)
+        reference = restored_reference(run, world, checkpoint)
+        result = measured(run, world, chunks, splits, tokenizer, limit, reference)
         if world.is_rank0:
             say_page(strict_json.dumps(vars(result), indent=2) if as_json else _page(result))
 
@@ -74,8 +78,9 @@ def measured(
     splits: Splits,
     tokenizer: Path | None,
     limit: int | None,
+    reference: Sequence[object] = (),
 ) -> Measured:
-    """Return the cross entropy over the first `limit` samples of the validation split, or all; of
+    """Return the loss over the first `limit` samples of the validation split, or all; of
     synthetic tokens, over as many as the run evaluates.
     """
     assert splits.validation is not None
@@ -86,9 +91,8 @@ def measured(
         whole = max(1, run.trainer.eval_iters) * run.trainer.batch
     dynamic = run.parallel.hybrid_context_parallel
     data = batches(run, world, splits, "validation", whole if limit is None else min(limit, whole))
-    context = TrainContext(
-        run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None
-    )
+    state = TrainState(chunks, None, None, reference=list(reference))
+    context = TrainContext(run, world, state, data, data, run_documents if dynamic else None)
     iters = data.steps
     means = summed(context, data, iters)
     assert means is not None  # only a request to stop returns None, and none is heeded here
@@ -107,6 +111,7 @@ def measured(
         bytes=text_bytes,
         samples=data.counted,
         seconds=time.perf_counter() - begin,
+        accuracy=means.get("reward_accuracy"),
     )
 
 
@@ -136,6 +141,8 @@ def _page(result: Measured) -> str:
     else:
         per_byte = f", {result.bits_per_byte:.4f} bits per byte of {result.bytes}"
     first = f"loss {result.loss:.4f} nats per token"
+    if result.accuracy is not None:
+        first = f"loss {result.loss:.4f}, accuracy {result.accuracy:.1%} of pairs"
     if result.perplexity is not None:
         first += (
             f", perplexity {result.perplexity:.2f}\n{result.bits_per_token:.4f} bits per"

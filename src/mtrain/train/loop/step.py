@@ -266,8 +266,8 @@ def run_schedule(
 
 
 def scored(context: TrainContext, batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return micro-batches with the reference's log-probabilities, on the last stage of an objective
-    that reads them.
+    """Return micro-batches with the reference's log-probabilities, on the last stage of an
+    objective that reads them.
     """
     if not context.run.objective.refers or any(REFERENCE in batch for batch in batches):
         return batches
@@ -277,14 +277,10 @@ def scored(context: TrainContext, batches: Sequence[Batch]) -> Sequence[Batch]:
         found = run_pipeline(context, batches, forward_only=True, forward=forward, chunks=chunks)
     if not found:
         return batches
-    return [
-        {**batch, REFERENCE: values} for batch, values in zip(batches, found, strict=True)
-    ]
+    return [{**batch, REFERENCE: values} for batch, values in zip(batches, found, strict=True)]
 
 
-def _score(
-    objective: Objective, iterator: Iterator[Batch], model: Any
-) -> tuple[torch.Tensor, Any]:
+def _score(objective: Objective, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     """Run the next micro-batch through a chunk of a reference model, whose output is its report."""
     output, _ = forward_step(objective, iterator, model)
     return output, _as_report

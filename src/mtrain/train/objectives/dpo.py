@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, equation 7) and its kin."""
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, equation 7)."""
 
 from __future__ import annotations
 
