@@ -38,8 +38,8 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
     Code("MT329", example=f"{DPO} trainer.z_loss_coeff=1e-4"),
     reads=(
         f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy trainer.loss_average"
-        " trainer.cuda_graph_impl data.packed data.fim.rate parallel.hybrid_context_parallel"
-        " objective.reference parallel.fsdp"
+        " trainer.cuda_graph_impl data.kind data.packed data.fim.rate objective.reference"
+        " parallel.fsdp"
     ),
 )
 def objective_terms(run: RunConfig) -> Iterator[Finding]:

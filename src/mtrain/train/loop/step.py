@@ -164,6 +164,8 @@ def _share_out(context: TrainContext, batches: Sequence[Batch]) -> None:
 
 def _leaves_out(run: RunConfig) -> bool:
     """Return whether a step may be divided by something else than its tokens."""
+    if run.objective.pairs:
+        return True
     d = run.data
     whole = d.kind in ("text", "indexed", "mock") and not d.packed and not d.eod_mask_loss
     return not (whole and run.trainer.loss_average == "token" and family_of(run.model).predicts_all)
