@@ -79,7 +79,7 @@ def alone(objective: str, moe: bool) -> tuple[list[dict[str, float]], Path]:
 
 @pytest.mark.parametrize(
     "case",
-    some([f"{name} {layout}" for layout in LAYOUTS for name in ("dpo", "orpo")], ["dpo pp2"]),
+    some([f"{name} {way}" for way in LAYOUTS for name in ("dpo", "kto", "orpo")], ["dpo pp2"]),
 )
 def test_pairs_split_is_the_same_step(case: str, tmp_path: Path) -> None:
     import_engine()
@@ -98,7 +98,7 @@ def test_pairs_split_is_the_same_step(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("faulty", [False, True])
 def test_pairs_unequal_micro_batches_divide_once(faulty: bool) -> None:
-    """A mean of the means of micro-batches, the seeded fault, is another gradient."""
+    """Divide once; the seeded fault, a mean of means of micro-batches, is another gradient."""
 
     def job() -> tuple[torch.Tensor, torch.Tensor]:
         from mtrain.train.assemble import assemble, splits_of
@@ -137,7 +137,7 @@ def test_pairs_unequal_micro_batches_divide_once(faulty: bool) -> None:
 
 @pytest.mark.full
 def test_pairs_reference_stays_and_is_resumed(tmp_path: Path) -> None:
-    """The reference keeps every bit, is saved once, and a run that resumes has the same one."""
+    """Keep every bit of the reference, save it, and read it back in a run that resumes."""
 
     def job(first: bool) -> tuple[list[float], bool]:
         from mtrain.ckpt import state as ckpt_state
@@ -187,7 +187,7 @@ def test_pairs_adapters_off_equal_a_frozen_copy(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_pairs_evaluation_counts_each_pair_once(tmp_path: Path) -> None:
-    """Pairs that only fill the last step of an evaluation count for nothing."""
+    """Count nothing for pairs that only fill the last step of an evaluation."""
 
     def job(micro: int, limit: int) -> dict[str, float]:
         from mtrain.train.assemble import assemble, batches, splits_of
@@ -212,7 +212,7 @@ def test_pairs_evaluation_counts_each_pair_once(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_pairs_dpo_learns_an_order(tmp_path: Path) -> None:
-    """Held-out accuracy rises from chance to 95%: chosen answers count up, rejected ones down."""
+    """Reach 95% on held-out pairs, whose chosen answers count up and rejected ones down."""
     folder_of(tmp_path, "chatml", marked=True)
     dice = random.Random(3)
     rows = []

@@ -13,12 +13,14 @@ from torch import Tensor
 from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.train.objectives.dpo import Dpo
 from mtrain.train.objectives.ipo import Ipo
+from mtrain.train.objectives.kto import Kto
 from mtrain.train.objectives.orpo import Orpo
 from mtrain.train.objectives.simpo import Simpo
 from mtrain.train.pairs import PairObjective, pairs_of
 
 BETA = 0.3
 SMOOTHING = 0.1
+Z = 0.9
 
 
 def sig(x: Tensor) -> Tensor:
@@ -50,6 +52,8 @@ def of_a_pair(name: str, c: Tensor, r: Tensor, n: int, m: int) -> Tensor:
         return 1 - sig(b * c) + sig(b * r)
     if name == "apo_down":  # arXiv:2408.06266, equation 7
         return sig(b * c) + 1 - sig(b * (c - r))
+    if name == "kto":  # arXiv:2402.01306, equation 8, lambda 1.3 and 0.7, of a pair's two answers
+        return (1.3 * (1 - sig(b * (c - Z))) + 0.7 * (1 - sig(b * (Z - r)))) / 2
     if name == "orpo":  # arXiv:2403.07691, equations 4 to 7
         p = torch.exp(c / n)
         q = torch.exp(r / m)
@@ -66,6 +70,7 @@ CASES: dict[str, tuple[type[PairObjective], dict[str, Any]]] = {
     "ipo": (Ipo, {"name": "ipo"}),
     "dpo_ipo": (Dpo, {"name": "dpo", "loss_type": "ipo"}),
     "rpo": (Dpo, {"name": "dpo", "loss_type": "sigmoid", "nll_weight": 0.8}),
+    "kto": (Kto, {"name": "kto", "desirable_weight": 1.3, "undesirable_weight": 0.7}),
     "orpo": (Orpo, {"name": "orpo"}),
     "simpo": (Simpo, {"name": "simpo", "gamma": 0.7}),
 }
@@ -103,7 +108,8 @@ def test_pair_losses_equal_their_formulas(name: str, dtype: torch.dtype, batches
         mask[:, 2] = True
         reference = None if name in ("orpo", "simpo") else ref
         lp.requires_grad_()
-        found = objective.compare(pairs_of(lp, mask.float(), reference)).losses.sum()
+        pairs = pairs_of(lp, mask.float(), reference)._replace(baseline=Z)
+        found = objective.compare(pairs).losses.sum()
         (gradient,) = torch.autograd.grad(found, lp)
         exact = lp.detach().double().requires_grad_()
         loss = wanted(name, exact, None if reference is None else ref.double(), mask)

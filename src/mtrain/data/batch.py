@@ -55,6 +55,13 @@ class MicroBatch(TypedDict):
     """float32: the addend of each prediction to the divisor of the loss; without it `loss_mask`."""
     reference_log_probabilities: NotRequired[torch.Tensor]
     """float32: the log-probability of each label by a reference model, which the step adds."""
+    mismatched_divergence: NotRequired[torch.Tensor]
+    """float64 []: the divergence on answers to other prompts, which the step adds."""
+    other_tokens: NotRequired[torch.Tensor]
+    """An answer to another prompt after each prompt; these four keys are as those above."""
+    other_labels: NotRequired[torch.Tensor]
+    other_loss_mask: NotRequired[torch.Tensor]
+    other_padding: NotRequired[torch.Tensor]
     padding: NotRequired[torch.Tensor]
     """bool: True at positions without a token; without it, every position has one.
 
@@ -247,7 +254,9 @@ class GlobalBatches:
         Every micro-batch has the padding tensor, even if it is all False, as CUDA graphs replay
         one input structure.
         """
-        batch["loss_mask"].view(self.micro_batch_size, -1)[part] = 0.0
+        for key in ("loss_mask", OTHER + "loss_mask"):
+            if key in batch:
+                batch[key].view(self.micro_batch_size, -1)[part] = 0.0  # type: ignore[literal-required]
         padding = batch.get("padding", torch.zeros_like(batch["loss_mask"], dtype=torch.bool))
         padding.view(self.micro_batch_size, -1)[part] = True
         batch["padding"] = padding
@@ -379,23 +388,64 @@ def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tenso
     return place, begin
 
 
-def mock_pairs(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
-    """Return a micro-batch of synthetic pairs of answers, of lengths that differ: a collator.
+OTHER = "other_"
+"""Prefix of the keys of a micro-batch with answers to other prompts."""
+
+
+class MockPairs:
+    """Synthetic answers of lengths that differ, with the part of `PairSamples` that collators use.
 
     The first quarter of a sample stands for the prompt, which is not learned.
     """
-    length = windows.shape[1] - 1
-    samples = []
-    for window, number in zip(windows.numpy(), numbers, strict=True):
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def sample(self, number: int) -> Sample:
+        """Return one answer of a pair."""
+        (window,) = self.source.batch(np.array([number]))
+        length = len(window) - 1
         end = length - int(number) * 5 % (length // 2)
         places = np.arange(length + 1)
         learned = (places > length // 4) & (places <= end)
-        tokens = np.where(places <= end, window, NOTHING)
-        samples.append(Sample(tokens, learned, (0,), (int(number),)))
-    return collate(samples, packed=False)
+        return Sample(np.where(places <= end, window, NOTHING), learned, (0,), (int(number),))
 
 
-def chat_collator(source: ChatSamples | PairSamples) -> Collator:
+def pair_collator(source: PairSamples | MockPairs, *, mismatched: bool) -> Collator:
+    """Return the collator for answers of pairs; `mismatched` adds after each prompt the answer of
+    the same kind of the next pair.
+    """
+
+    def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        samples = [source.sample(number) for number in numbers]
+        batch = collate(samples, packed=False)
+        if not mismatched:
+            return batch
+        others = [source.sample(number + 2) for number in numbers]
+        rows = [joined_at_answers(*both) for both in zip(samples, others, strict=True)]
+        added = collate(rows, packed=False)
+        own = {OTHER + key: added[key] for key in ("tokens", "labels", "loss_mask", "padding")}  # type: ignore[literal-required]
+        return cast(MicroBatch, {**batch, **own})
+
+    return collator
+
+
+def joined_at_answers(sample: Sample, other: Sample) -> Sample:
+    """Return the prompt of a sample, up to its first learned token, and the answer of another."""
+    start = int(sample.learned.argmax())
+    first = int(other.learned.argmax())
+    length = len(sample.tokens)
+    rest = length - start
+    tokens = np.full(length, NOTHING, np.int64)
+    learned = np.zeros(length, np.bool_)
+    tokens[:start] = sample.tokens[:start]
+    answer = other.tokens[first : first + rest]
+    tokens[start : start + len(answer)] = answer
+    learned[start : start + len(answer)] = other.learned[first : first + rest]
+    return Sample(tokens, learned, sample.starts, (*sample.documents, *other.documents))
+
+
+def chat_collator(source: ChatSamples) -> Collator:
     """Return the collator for chats, whose loss mask selects the learned tokens.
 
     Packed chats do not attend to each other, and each begins at position 0; the padding of a sample
@@ -404,8 +454,7 @@ def chat_collator(source: ChatSamples | PairSamples) -> Collator:
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         samples = [source.sample(number) for number in numbers]
-        packed = isinstance(source, ChatSamples) and source.multiple is not None
-        return collate(samples, packed=packed)
+        return collate(samples, packed=source.multiple is not None)
 
     return collator
 

@@ -15,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain.data.batch import OTHER
 from mtrain.train.objectives import Batch, Metric, Objective
 from mtrain.train.objectives.next_token import COUNT, LOSS, TOKENS
 
 REFERENCE = "reference_log_probabilities"
 """Key of a micro-batch: the reference's log-probability of each label [b, s], in fp32."""
+BASELINE = "mismatched_divergence"
+"""Key of a micro-batch: the mean log-ratio of answers to other prompts in the global batch, at
+least 0, fp64 [].
+"""
+ADDED = {REFERENCE, BASELINE}
 METRICS = (
     LOSS,
     COUNT,
@@ -46,6 +52,8 @@ class Pairs(NamedTuple):
     chosen_tokens: Tensor
     """Tokens that are learned; 0 in a pair that only fills a step."""
     rejected_tokens: Tensor
+    baseline: Tensor | float = 0.0
+    """The divergence that values are measured from (kto); the same for all pairs."""
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -88,6 +96,7 @@ class PairObjective(Objective):
 
         group = mcore.parallel_state.get_context_parallel_group()
         pairs = pairs_of(output, batch["loss_mask"], batch.get(REFERENCE), group)
+        pairs = pairs._replace(baseline=batch.get(BASELINE, 0.0))
         compared = self.compare(pairs)
         counted = (pairs.chosen_tokens > 0).double()
         total = (compared.losses * counted).sum()
@@ -103,6 +112,7 @@ class PairObjective(Objective):
         right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
         ratios = pairs.chosen_ratio + pairs.rejected_ratio
         values = {
+            "mismatched_kl": torch.ones_like(losses) * pairs.baseline,
             "loss": losses,
             "count": torch.ones_like(losses),
             "tokens": pairs.chosen_tokens + pairs.rejected_tokens,
@@ -141,6 +151,24 @@ def pairs_of(
     other = rest[0].detach() if rest else torch.zeros_like(policy).detach()
     tokens = tokens.detach()
     return Pairs(policy[::2], policy[1::2], other[::2], other[1::2], tokens[::2], tokens[1::2])
+
+
+def others_of(batch: Batch) -> Batch:
+    """Return a micro-batch with the answers to other prompts in the place of its own; a stage
+    between has neither.
+    """
+    found = {key.removeprefix(OTHER): value for key, value in batch.items() if OTHER in key}
+    return {**batch, **found}
+
+
+@torch.no_grad()
+def mismatch_of(values: Tensor, weights: Tensor, reference: Tensor | None) -> Tensor:
+    """Return the sum over answers of log(policy / reference), and their number; fp64 [2]."""
+    from mtrain.mcore import api as mcore
+
+    pairs = pairs_of(values, weights, reference, mcore.parallel_state.get_context_parallel_group())
+    counted = (pairs.chosen_tokens > 0).sum() + (pairs.rejected_tokens > 0).sum()
+    return torch.stack([(pairs.chosen_ratio + pairs.rejected_ratio).sum(), counted])
 
 
 class _OverRanks(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mtrain.ckpt.state import TrainState
@@ -13,12 +13,15 @@ from mtrain.mcore.state.sharding import gathered
 
 @contextmanager
 def as_reference(state: TrainState, kind: str | None) -> Iterator[list[Any]]:
-    """Yield the chunks of the reference; inside, adapters may be off, and nothing is dropped."""
+    """Yield the chunks of the reference; inside, adapters may be off, and nothing is dropped.
+
+    Without a reference (`none`) they are those of the policy.
+    """
     if kind == "frozen":
         yield state.reference
         return
     training = [chunk.training for chunk in state.chunks]
-    with gathered(state.chunks), adapters_off():
+    with gathered(state.chunks), adapters_off() if kind == "adapter_off" else nullcontext():
         for chunk in state.chunks:
             chunk.eval()
         yield state.chunks

@@ -94,6 +94,8 @@ def data_kind(run: RunConfig) -> Derived:
         if d.path is not None:
             return "image_text", "data.path"
         return "mock", f"model.family {m.family}, and data.path is null"
+    if run.objective.pairs and d.path is None:
+        return "mock", f"objective.name {run.objective.name}, and data.path is null"
     # Before `text`: a file of chats would train as plain text without an error.
     if (chats := kind_of_chats(d.path)) is not None:
         return chats, "the first line of data.path"

@@ -17,7 +17,7 @@ ENCODERS = ("bert", "t5", "llava")
 @rule(
     Code(
         "MT328",
-        help="Use data=preference with objective=dpo, ipo, orpo or simpo.",
+        help="Use data=preference with objective=dpo, ipo, kto, orpo or simpo.",
         example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
     ),
     reads=f"{NAME} data.kind",
@@ -86,7 +86,7 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
     reads=f"{NAME} model.family",
 )
 def objective_family(run: RunConfig) -> Iterator[Finding]:
-    """Cannot compare answers because the model is not a decoder of text alone."""
+    """Cannot compare answers because the model is no decoder of text only."""
     if run.objective.pairs and run.model.family in ENCODERS:
         detail = f"model.family is {run.model.family}"
         hint = "model=llama_tiny, or another decoder-only model"

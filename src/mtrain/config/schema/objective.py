@@ -9,7 +9,7 @@ from mtrain.config.schema.base import Key, NonNegativeFloat, PositiveFloat, Sect
 Reference = Literal["frozen", "adapter_off", "none"]
 LossType = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "apo_zero", "apo_down"]
 # Objectives of pairs of answers; those of the first row compare the policy with a reference.
-WITH_REFERENCE = ("dpo", "ipo")
+WITH_REFERENCE = ("dpo", "ipo", "kto")
 PAIRS = (*WITH_REFERENCE, "orpo", "simpo")
 
 
@@ -19,17 +19,18 @@ class ObjectiveConfig(Section):
     name: Annotated[str, Key(aka="objective rl_algorithm")] = "next_token"
     """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
     the model's family masks or writes; label_smoothing: the same with a share of each label for
-    every token of the vocabulary. Of pairs of answers: dpo, ipo, orpo, simpo; see
+    every token of the vocabulary. Of pairs of answers: dpo, ipo, kto, orpo, simpo; see
     docs/post_training.md. Installed packages publish others under the entry point group
     `mtrain.objectives`.
     """
     beta: Annotated[
         PositiveFloat | None,
-        Key(when="objective.name=dpo|ipo|orpo|simpo", null=0.1, aka="dpo_beta kl_coef"),
+        Key(when="objective.name=dpo|ipo|kto|orpo|simpo", null=0.1, aka="dpo_beta kl_coef"),
     ] = None
     """dpo: the factor of log-ratios, the larger the closer to the reference (Rafailov et al. 2023,
     arXiv:2305.18290, whose experiments have 0.1 and 0.5); ipo: the same, tau there (Azar et al.
-    2023, arXiv:2310.12036); orpo: the weight of the odds ratio, lambda there (Hong et al. 2024,
+    2023, arXiv:2310.12036); kto: the same (Ethayarajh et al. 2024, arXiv:2402.01306, which has
+    0.1); orpo: the weight of the odds ratio, lambda there (Hong et al. 2024,
     arXiv:2403.07691, which has 0.1); simpo: the factor of mean log-probabilities (Meng et al. 2024,
     arXiv:2405.14734, which has 2.0 to 10). null: 0.1.
     """
@@ -61,8 +62,12 @@ class ObjectiveConfig(Section):
     """simpo: the margin between the rewards of both answers (arXiv:2405.14734, which has 0.3 to
     1.6). null: 1.0.
     """
+    desirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
+    """kto: the weight of chosen answers (arXiv:2402.01306, lambda_D)."""
+    undesirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
+    """kto: the weight of rejected answers (arXiv:2402.01306, lambda_U)."""
     reference: Annotated[
-        Reference | None, Key(when="objective.name=dpo|ipo", aka="ref_model reference_model")
+        Reference | None, Key(when="objective.name=dpo|ipo|kto", aka="ref_model reference_model")
     ] = None
     """The model that the policy is compared with. frozen: a copy of the starting weights, in the
     layout of the policy, without gradients and optimizer state; checkpoints hold it. adapter_off:
@@ -79,6 +84,11 @@ class ObjectiveConfig(Section):
     def refers(self) -> bool:
         """Return whether the loss reads log-probabilities of a reference model."""
         return self.name in WITH_REFERENCE and self.reference != "none"
+
+    @property
+    def mismatches(self) -> bool:
+        """Return whether the loss reads answers to other prompts, too."""
+        return self.name == "kto"
 
     @property
     def copies(self) -> bool:

@@ -8,11 +8,12 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.data import BlendOfDocuments, ChatSamples, PairSamples, Splits, WholeDocuments
 from mtrain.data.batch import (
     Collator,
+    MockPairs,
     Packing,
     chat_collator,
     document_collator,
-    mock_pairs,
     next_token_collator,
+    pair_collator,
 )
 from mtrain.data.samples.token_stream import FillInTheMiddle
 
@@ -22,12 +23,13 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     source = getattr(splits, part)
     data = run.data
     ends = splits.document_ends
-    if isinstance(source, ChatSamples | PairSamples):
+    if run.objective.pairs:
+        pairs = source if isinstance(source, PairSamples) else MockPairs(source)
+        return pair_collator(pairs, mismatched=run.objective.mismatches)
+    if isinstance(source, ChatSamples):
         return chat_collator(source)
     if isinstance(source, WholeDocuments | BlendOfDocuments):
         return document_collator(source, splits.masked_eod)
-    if run.objective.pairs:
-        return mock_pairs
     packing = Packing(ends, data.packed_multiple or 1) if data.packed else None
     moved = None
     if data.fim.rate and data.fim.ids is not None:

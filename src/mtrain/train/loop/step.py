@@ -43,7 +43,7 @@ from mtrain.train.loop.readings import (
 from mtrain.train.loop.readings import reduce_report as reduce_report
 from mtrain.train.loop.result import Launched, StepResult
 from mtrain.train.objectives import Objective
-from mtrain.train.pairs import REFERENCE
+from mtrain.train.pairs import ADDED, BASELINE, REFERENCE, mismatch_of, others_of
 from mtrain.train.reference import as_reference
 from mtrain.world.heartbeat import begin_phase, begin_step
 
@@ -268,18 +268,49 @@ def run_schedule(
 
 
 def scored(context: TrainContext, batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return micro-batches with the reference's log-probabilities, on the last stage of an
-    objective that reads them.
+    """Return micro-batches with the reference's log-probabilities and, for an objective that reads
+    them, the divergence on answers to other prompts, on the last stage.
     """
-    if not context.run.objective.refers or any(REFERENCE in batch for batch in batches):
+    o = context.run.objective
+    if not (o.refers or o.mismatches) or any(ADDED & batch.keys() for batch in batches):
         return batches
     begin_phase("reference")
+    added: list[dict[str, torch.Tensor]] = [{} for _ in batches]
+    if o.refers:
+        found = log_probabilities(context, batches, o.reference)
+        for own, values in zip(added, found, strict=False):
+            own[REFERENCE] = values
+    if o.mismatches:
+        divergence = _divergence(context, [others_of(batch) for batch in batches])
+        for own in added:
+            own[BASELINE] = divergence
+    return [{**batch, **own} for batch, own in zip(batches, added, strict=True)]
+
+
+def log_probabilities(
+    context: TrainContext, batches: Sequence[Batch], kind: str | None
+) -> list[torch.Tensor]:
+    """Return the log-probability of each label [b, s] of micro-batches on the last stage, by the
+    reference of a kind; elsewhere nothing.
+    """
     forward = partial(_score, context.objective)
-    with as_reference(context.state, context.run.objective.reference) as chunks, torch.no_grad():
-        found = run_pipeline(context, batches, forward_only=True, forward=forward, chunks=chunks)
-    if not found:
-        return batches
-    return [{**batch, REFERENCE: values} for batch, values in zip(batches, found, strict=True)]
+    with as_reference(context.state, kind) as chunks, torch.no_grad():
+        return run_pipeline(context, batches, forward_only=True, forward=forward, chunks=chunks)
+
+
+def _divergence(context: TrainContext, batches: Sequence[Batch]) -> torch.Tensor:
+    """Return the mean log(policy / reference) of all answers of the global batch, at least 0."""
+    o = context.run.objective
+    policy = log_probabilities(context, batches, "none")
+    refers = log_probabilities(context, batches, o.reference) if o.refers else None
+    ps = mcore.parallel_state
+    total = torch.zeros(2, dtype=torch.float64, device=context.world.torch_device)
+    for place, values in enumerate(policy):
+        other = None if refers is None else refers[place]
+        total += mismatch_of(values, batches[place]["loss_mask"], other)
+    if policy:
+        dist.all_reduce(total, group=ps.get_data_parallel_group())
+    return (total[0] / total[1].clamp(min=1)).clamp(min=0)
 
 
 def _score(objective: Objective, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
