@@ -124,7 +124,7 @@ def test_pairs_unequal_micro_batches_divide_once(faulty: bool) -> None:
                 data.micro_batch_size = 8
                 data._stride = 8
                 (whole,) = data.microbatches(0, 8)
-                parts = {key: value.split(sizes) for key, value in whole.items()}
+                parts = {key: torch.as_tensor(value).split(sizes) for key, value in whole.items()}
                 split = [{key: value[i] for key, value in parts.items()} for i in range(2)]
                 step.gradients(context, [to_device(batch, world) for batch in split])
                 found.append(torch.cat([p.main_grad.flatten() for p in weights]).clone())
@@ -260,3 +260,40 @@ def test_pairs_dpo_learns_an_order(tmp_path: Path) -> None:
     assert before["reward_accuracy"] == 0.5
     assert after["reward_accuracy"] >= 0.95
     assert after["loss"] < 0.3 < before["loss"]
+
+
+@pytest.mark.parametrize("loss", [pytest.param("megatron", marks=pytest.mark.full), "reference"])
+def test_pairs_log_probabilities_are_those_of_logits(loss: str) -> None:
+    """Compare values and gradients with log-softmax of all logits, on two tensor-parallel ranks."""
+
+    def job(whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        from mtrain.assembly.model import build_model
+        from mtrain.mcore import api as mcore
+        from mtrain.world.init import joined
+
+        run = run_of(ranks=2, tp=2)
+        kernels = run.kernels.model_copy(update={"loss": loss})
+        model = run.model.model_copy(update={"final_logit_softcapping": 3.0})
+        run = run.model_copy(update={"kernels": kernels, "model": model})
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, 140, (2, 33), generator=generator)
+        weights = torch.rand((2, 32), generator=generator)
+        given = tokens[:, :-1], torch.arange(32).expand(2, 32), None
+        labels = tokens[:, 1:].contiguous()
+        with joined(run) as world:
+            (chunk,) = build_model(run, world, wrap=False)
+            if whole:
+                logits = mcore.gather_from_tensor_model_parallel_region(chunk(*given))
+                found = logits[..., :140].float().log_softmax(-1)
+                found = found.gather(-1, labels[..., None]).squeeze(-1)
+            else:
+                found = chunk(*given, labels=labels)
+            (found * weights).sum().backward()
+            gradients = [p.grad.flatten() for p in chunk.parameters()]
+        return found.detach(), torch.cat(gradients)
+
+    import_engine()
+    wanted = run_ranks(2, job, True)
+    for (values, gradient), (same, slope) in zip(run_ranks(2, job, False), wanted, strict=True):
+        assert torch.allclose(values, same, atol=1e-5)
+        assert torch.allclose(gradient, slope, rtol=1e-4, atol=1e-5)

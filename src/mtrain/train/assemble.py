@@ -74,7 +74,7 @@ def batches(
     # Dynamic context parallelism distributes documents after every rank has read all of them.
     if run.parallel.hybrid_context_parallel:
         share = (0, 1)
-    average = run.trainer.loss_average if part == "train" else "token"
+    average: str = run.trainer.loss_average if part == "train" else "token"
     if run.objective.pairs:
         average = "pair"
     micro = run.trainer.micro
