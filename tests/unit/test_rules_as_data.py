@@ -71,6 +71,7 @@ SOFTER = {"MT432", "MT456", "MT457"}
 CHANGES += [{"model.family": family} for family in configs()]
 HYBRID = {"model.family": "hybrid", "model.hybrid": {"pattern": "M*M-", "num_heads": 8}}
 CHANGES += [HYBRID, {**HYBRID, "parallel.cp": 2}]
+CHANGES += [{"objective.name": name, "data.kind": "mock"} for name in ("dpo", "kto")]
 CHANGES += [{"launch.kind": kind} for kind in ("kubernetes", "skypilot", "ray")]
 CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data.kind": "text"})
 
