@@ -61,6 +61,11 @@ class TrainState:
     """The pieces that this rank saves."""
     reference: list[Any] = field(default_factory=list)
     """Chunks of a frozen copy of the model, as it was when this objective began; empty without."""
+    scores: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Log-probabilities of answers by that model, by split, fp64; empty where they are computed in
+    each step.
+    """
+    scores_known: bool = False
 
 
 def save(
@@ -172,7 +177,7 @@ def _shards(
     # With adapters the model itself does not change: its file is written once and linked.
     if run.peft.kind is not None:
         still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
-    if still or state.reference:
+    if still or state.reference or state.scores:
         kept = [*(s for s in weights if id(s) in still), *reference_shards(state)]
         state.frozen.setdefault(owner, store.Frozen(kept))
     shards = [s for s in weights if id(s) not in still]
@@ -261,6 +266,7 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     # A checkpoint of another objective has no reference: this one begins here.
     if any(key.startswith(folder.REFERENCE) for key in checkpoint.manifest["tensors"]):
         checkpoint.load(reference_shards(state))
+        state.scores_known = True
     else:
         begin_reference(state)
     checkpoint.load(sharding.optimizer_shards_to_fill(state.chunks, state.optimizer))
@@ -308,11 +314,17 @@ def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
 
 
 def reference_shards(state: TrainState) -> list[sharding.TensorShard]:
-    """Return the shards of the frozen reference model on this rank."""
-    return [
+    """Return the shards of the frozen reference model on this rank, and its log-probabilities."""
+    shards = [
         replace(shard, key=folder.REFERENCE + shard.weight)
         for shard in sharding.model_shards(state.reference)
     ]
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for part, values in state.scores.items():
+        place = (len(values),), (0,), (len(values),), values
+        key = f"{folder.REFERENCE}scores.{part}"
+        shards.append(sharding.TensorShard(key, *place, primary=first))
+    return shards
 
 
 @torch.no_grad()

@@ -54,7 +54,9 @@ class MicroBatch(TypedDict):
     loss_counts: NotRequired[torch.Tensor]
     """float32: the addend of each prediction to the divisor of the loss; without it `loss_mask`."""
     reference_log_probabilities: NotRequired[torch.Tensor]
-    """float32: the log-probability of each label by a reference model, which the step adds."""
+    """The log-probability of each label by a reference model, which the step adds; or that of each
+    answer, at its first label.
+    """
     mismatched_divergence: NotRequired[torch.Tensor]
     """float64 []: the divergence on answers to other prompts, which the step adds."""
     other_tokens: NotRequired[torch.Tensor]
@@ -411,14 +413,18 @@ class MockPairs:
         return Sample(np.where(places <= end, window, NOTHING), learned, (0,), (int(number),))
 
 
-def pair_collator(source: PairSamples | MockPairs, *, mismatched: bool) -> Collator:
-    """Return the collator for answers of pairs; `mismatched` adds after each prompt the answer of
-    the same kind of the next pair.
+def pair_collator(source: Any, *, mismatched: bool) -> Collator:
+    """Return the collator for answers of pairs, from a source such as `PairSamples`.
+
+    `mismatched` adds after each prompt the answer of the same kind of the next pair.
     """
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         samples = [source.sample(number) for number in numbers]
         batch = collate(samples, packed=False)
+        if isinstance(source, PairSamples) and source.scores is not None:
+            scores = source.scores[[source.row_of(number) for number in numbers]]
+            batch["reference_log_probabilities"] = at_first_labels(batch["loss_mask"], scores)
         if not mismatched:
             return batch
         others = [source.sample(number + 2) for number in numbers]
@@ -428,6 +434,16 @@ def pair_collator(source: PairSamples | MockPairs, *, mismatched: bool) -> Colla
         return cast(MicroBatch, {**batch, **own})
 
     return collator
+
+
+def at_first_labels(mask: torch.Tensor, values: np.ndarray) -> torch.Tensor:
+    """Return each row's value at its first learned label, and 0 elsewhere: fp64 [n, s].
+
+    A sum over the labels of a row is then its value, also where ranks have parts of the row.
+    """
+    first = mask.argmax(dim=1, keepdim=True)
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    return out.scatter_(1, first, torch.from_numpy(values)[:, None])
 
 
 def joined_at_answers(sample: Sample, other: Sample) -> Sample:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mtrain.assembly.model import build_model, build_reference
 from mtrain.assembly.optim import build_optimizer, build_schedule
 from mtrain.ckpt.state import TrainState, begin_reference
@@ -18,6 +20,7 @@ from mtrain.mcore.adapter.ahead import stay_on_device
 from mtrain.models.registry import family_of, imported
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
+from mtrain.train.precomputed import prepare
 from mtrain.world.init import World
 
 
@@ -58,7 +61,14 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
         limit = run.trainer.eval_iters * run.trainer.batch
         valid_data = batches(run, world, splits, "validation", limit)
     schedule = run_documents if run.parallel.hybrid_context_parallel else None
-    return TrainContext(run, world, state, train_data, valid_data, schedule)
+    context = TrainContext(run, world, state, train_data, valid_data, schedule)
+    if run.objective.reference == "precomputed" and run.objective.refers:
+        context.prepare = prepare
+        for part, data in (("train", train_data), ("validation", valid_data)):
+            if data is not None:
+                size = len(data.samples)
+                state.scores[part] = torch.zeros(size, dtype=torch.float64)
+    return context
 
 
 def batches(

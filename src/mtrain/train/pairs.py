@@ -95,7 +95,9 @@ class PairObjective(Objective):
         from mtrain.mcore import api as mcore
 
         group = mcore.parallel_state.get_context_parallel_group()
-        pairs = pairs_of(output, batch["loss_mask"], batch.get(REFERENCE), group)
+        # A missing reference is an error, and not a uniform model.
+        reference = batch[REFERENCE] if self.run.objective.refers else None
+        pairs = pairs_of(output, batch["loss_mask"], reference, group)
         pairs = pairs._replace(baseline=batch.get(BASELINE, 0.0))
         compared = self.compare(pairs)
         counted = (pairs.chosen_tokens > 0).double()

@@ -107,6 +107,21 @@ def whole_pairs(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT331", MICRO, f"{t.micro} samples", each(MICRO, even))
 
 
+@rule("MT333", reads=f"{NAME} objective.reference data.kind")
+def precomputed_reference(run: RunConfig) -> Iterator[Finding]:
+    """Require answers that are known before training where the reference is computed then."""
+    o = run.objective
+    if o.reference != "precomputed" or not o.pairs:
+        return
+    frozen = each("objective.reference", ["frozen"])
+    if run.data.kind != "preference":
+        detail = f"data.kind is {run.data.kind}, and its samples never end"
+        yield Finding("MT333", "objective.reference", detail, frozen)
+    elif o.mismatches:
+        detail = f"objective {o.name} also reads answers after other prompts"
+        yield Finding("MT333", "objective.reference", detail, frozen)
+
+
 @rule(
     Code("MT332", example=f"{DPO} objective.reference=adapter_off"),
     reads=f"{NAME} objective.reference peft.kind",

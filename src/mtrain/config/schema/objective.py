@@ -6,7 +6,7 @@ from pydantic import Field
 
 from mtrain.config.schema.base import Key, NonNegativeFloat, PositiveFloat, Section
 
-Reference = Literal["frozen", "adapter_off", "none"]
+Reference = Literal["frozen", "adapter_off", "precomputed", "none"]
 LossType = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "apo_zero", "apo_down"]
 # Objectives of pairs of answers; those of the first row compare the policy with a reference.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -44,7 +44,8 @@ class ObjectiveConfig(Section):
     d'Oosterlinck et al. 2024, arXiv:2408.06266. null: sigmoid.
     """
     label_smoothing: Annotated[
-        Annotated[float, Field(ge=0, lt=0.5)], Key(when="objective.name=dpo")
+        Annotated[float, Field(ge=0, lt=0.5)],
+        Key(when="objective.loss_type=sigmoid|sigmoid_norm|robust"),
     ] = 0.0
     """dpo with loss_type sigmoid, sigmoid_norm or robust: the share of pairs whose label is taken
     to be the other way round.
@@ -71,7 +72,9 @@ class ObjectiveConfig(Section):
     ] = None
     """The model that the policy is compared with. frozen: a copy of the starting weights, in the
     layout of the policy, without gradients and optimizer state; checkpoints hold it. adapter_off:
-    the policy without its adapters, which needs no copy. none: log-ratios are log-probabilities.
+    the policy without its adapters, which needs no copy. precomputed: a number for each answer that
+    the run reads, computed with the starting weights before the first step; checkpoints hold them.
+    none: log-ratios are log-probabilities.
     null: adapter_off with adapters, else frozen.
     """
 

@@ -172,6 +172,10 @@ class ChatSamples:
         """Return the sample of a number; raise CorruptData for an id outside the vocabulary."""
         return self._sample(self.window_of(number))
 
+    def window(self, place: int) -> Sample:
+        """Return the sample of a window."""
+        return self._sample(place)
+
     def _made(self, window: int) -> Sample:
         length = self.seq_length
         documents = tuple(self.windows[window])
@@ -229,14 +233,24 @@ class PairSamples:
         self._rejected = ChatSamples(chats, rejected, seq_length, seed, vocab_size, name, counts)
         self.seq_length = seq_length
         self.name = name
+        self.scores: np.ndarray | None = None
+        """The log-probability of each answer by a reference, by place; fp64 [n]."""
 
     def __len__(self) -> int:
         return 2 * len(self._chosen)
 
     def sample(self, number: int) -> Sample:
         """Return one answer of a pair, after the common start, which is not learned."""
-        side = self._rejected if number % 2 else self._chosen
-        return side.sample(int(number) // 2)
+        return self.row(self.row_of(number))
+
+    def row_of(self, number: int) -> int:
+        """Return the place of an answer among those of the split, in the order of the file."""
+        return 2 * self._chosen.window_of(int(number) // 2) + int(number) % 2
+
+    def row(self, place: int) -> Sample:
+        """Return the answer of a place."""
+        side = self._rejected if place % 2 else self._chosen
+        return side.window(int(place) // 2)
 
     def pair(self, number: int) -> tuple[Sample, Sample]:
         """Return the chosen and the rejected answer of the pair of that number."""

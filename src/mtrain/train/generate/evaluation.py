@@ -20,7 +20,7 @@ from mtrain.data import Splits, validation_of
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.samples.mock import MockSamples
 from mtrain.data.text.tokenizer import Tokenizer
-from mtrain.errors import say_page
+from mtrain.errors import ConfigError, say_page
 from mtrain.models.registry import family_of
 from mtrain.train.assemble import batches
 from mtrain.train.generate.write import restored, restored_reference
@@ -60,6 +60,10 @@ def evaluate(
         ConfigError: the data has another tokenizer than the model, or no validation split.
         CorruptData: the checkpoint, the data or the tokenizer is not what was written.
     """
+    if run.objective.pairs and run.objective.reference == "precomputed":
+        rule = "cannot score other answers than those of the run, whose reference is not kept"
+        fix = "the valid_ metrics of the run"
+        raise ConfigError.of("MT333", "objective.reference", "precomputed", rule, fix)
     with joined(run) as world:
         splits = validation_of(
             run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)

@@ -209,6 +209,8 @@ def summed(
     as a rank gets a request to stop. Training goes on with the random numbers that it would have
     had: a router may draw in an evaluation too.
     """
+    if context.prepare is not None:
+        context.prepare(context)
     size = context.run.trainer.batch
     iters = iters if data.limit is None else min(iters, data.steps)
     total = _Sum(context.table)
@@ -272,7 +274,8 @@ def scored(context: TrainContext, batches: Sequence[Batch]) -> Sequence[Batch]:
     them, the divergence on answers to other prompts, on the last stage.
     """
     o = context.run.objective
-    if not (o.refers or o.mismatches) or any(ADDED & batch.keys() for batch in batches):
+    given = o.reference == "precomputed"
+    if given or not (o.refers or o.mismatches) or any(ADDED & batch.keys() for batch in batches):
         return batches
     begin_phase("reference")
     added: list[dict[str, torch.Tensor]] = [{} for _ in batches]
