@@ -32,6 +32,7 @@ def prepare(context: TrainContext) -> None:
             continue
         if not state.scores_known:
             state.scores[part].copy_(_computed(context, data))
+        assert isinstance(data.samples, PairSamples)
         data.samples.scores = state.scores[part].cpu().numpy()
     state.scores_known = True
 
@@ -46,7 +47,7 @@ def _computed(context: TrainContext, data: GlobalBatches) -> torch.Tensor:
     assert isinstance(source, PairSamples)
     wanted = data.limit or samples_of(stages(run), run.trainer.steps)
     numbers = np.arange(min(len(source), wanted + wanted % 2))
-    rows = np.unique([source.row_of(number) for number in numbers])
+    rows = np.unique([source.row_of(int(number)) for number in numbers])
     # Every rank takes whole micro-batches, of interleaved stages whole groups of them: the last
     # ones repeat answers.
     stride = run.trainer.micro * world.grid.dp
