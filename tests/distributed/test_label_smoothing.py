@@ -20,7 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 FEW = {"vocab_size": 140}
 """Ids of which the second of two tensor-parallel ranks has some, and padding."""
-SMOOTHED = {"trainer.objective": "label_smoothing", "kernels.loss": "megatron"}
+SMOOTHED = {"objective.name": "label_smoothing", "kernels.loss": "megatron"}
 
 
 def _steps(run: RunConfig, *, by_torch: bool = False) -> list[dict[str, float]]:

@@ -22,7 +22,7 @@ STEPS = 2
 
 def with_objective(run: RunConfig, name: str) -> RunConfig:
     """Return the run with another loss."""
-    return run.model_copy(update={"trainer": run.trainer.model_copy(update={"objective": name})})
+    return run.model_copy(update={"objective": run.objective.model_copy(update={"name": name})})
 
 
 def records(run: RunConfig, seen: Any = None) -> list[dict[str, Any]]:

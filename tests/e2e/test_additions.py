@@ -315,7 +315,7 @@ def trained(tree: Path) -> Path:
         "optim.schedule=odd",
         "optim.lr=1e-2",
         "optim.min_lr=0",
-        "trainer.objective=twice",
+        "objective.name=twice",
         "trainer.train_iters=2",
         "trainer.clone_embedding_output=false",
         "trainer.eval_iters=0",

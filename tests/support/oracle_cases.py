@@ -196,7 +196,7 @@ LEFT_ALONE = (
     "data.megatron_cache",
     "data.chat_template",
     "data.ignored_keys",
-    "trainer.objective",
+    "objective.name",
     "peft.init_from",
     "data.validation_",
     "data.test_",

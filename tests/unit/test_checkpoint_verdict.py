@@ -113,10 +113,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "batch": ({"trainer__global_batch_size": 32}, [("MT504", "trainer.global_batch_size")]),
     "length": ({"data__seq_length": 64}, [("MT504", "data.seq_length")]),
     "dropout": ({"model__hidden_dropout": 0.1}, [("MT504", "model.hidden_dropout")]),
-    "objective": (
-        {"trainer__objective": "label_smoothing"},
-        [("MT504", "trainer.objective")],
-    ),
+    "objective": ({"objective__name": "label_smoothing"}, [("MT504", "objective.name")]),
 }
 
 

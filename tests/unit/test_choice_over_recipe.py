@@ -23,6 +23,7 @@ precision: {max_skipped_updates: 7}
 data: {kind: indexed, path: corpus, seq_length: 64}
 optim: {lr: 1e-2}
 trainer: {global_batch_size: 24}
+objective: {gamma: 0.7}
 kernels: {norm: reference}
 checkpoint: {keep: 7}
 log: {interval: 3}
@@ -37,6 +38,7 @@ CHOICES = {
     "data": "sft",
     "optim": "lion",
     "trainer": "sft",
+    "objective": "orpo",
     "kernels": "auto",
     "checkpoint": "off",
     "log": "quiet",
@@ -51,6 +53,7 @@ VALUES = {
     "data": ("seq_length", 64),
     "optim": ("lr", 1e-2),
     "trainer": ("global_batch_size", 24),
+    "objective": ("gamma", 0.7),
     "kernels": ("norm", "reference"),
     "checkpoint": ("keep", 7),
     "log": ("interval", 3),

@@ -65,7 +65,8 @@ def test_first_record_first_line_decides_chats(
 
 
 @pytest.mark.parametrize(
-    ("record", "fix"), [(CHAT, "data=sft"), (PAIR, "data=sft with"), (TEXT, "data tokenize")]
+    ("record", "fix"),
+    [(CHAT, "data=sft"), (PAIR, "data=preference objective=dpo"), (TEXT, "data tokenize")],
 )
 def test_first_record_records_named_text_warn(record: object, fix: str, tmp_path: Path) -> None:
     found = loaded(f"data=text data.path={lines(tmp_path / 'a.jsonl', record)}")
@@ -83,7 +84,7 @@ def test_first_record_other_files_are_text(record: object, name: str, tmp_path: 
 
 
 def test_first_record_pairs_are_not_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="MT343"):
+    with pytest.raises(ConfigError, match="MT328"):
         loaded(f"data.path={lines(tmp_path / 'a.jsonl', PAIR)}")
 
 

@@ -61,7 +61,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 def test_recipe_list_has_all_with_description(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.recipe_names() == NAMES
     # each of the others takes some hundredths of a second
-    few = [*NAMES[::9], "llama3/70b_h100x64"]
+    few = list(dict.fromkeys([*NAMES[::9], "llama3/70b_h100x64"]))
     monkeypatch.setattr(files, "recipe_names", lambda: few)
     code, out, _ = run("recipe", "list", "--json")
     cards = {card["name"]: card for card in json.loads(out)}

@@ -71,6 +71,9 @@ SOFTER = {"MT432", "MT456", "MT457"}
 CHANGES += [{"model.family": family} for family in configs()]
 HYBRID = {"model.family": "hybrid", "model.hybrid": {"pattern": "M*M-", "num_heads": 8}}
 CHANGES += [HYBRID, {**HYBRID, "parallel.cp": 2}]
+PAIRS = {"objective.name": "dpo", "data.kind": "mock"}
+CHANGES += [PAIRS, {**PAIRS, "trainer.micro_batch_size": 1}]
+CHANGES += [{**PAIRS, "objective.reference": kind} for kind in ("precomputed", "adapter_off")]
 CHANGES += [{"launch.kind": kind} for kind in ("kubernetes", "skypilot", "ray")]
 CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data.kind": "text"})
 

@@ -75,6 +75,17 @@ def build_model(
     return chunks
 
 
+def build_reference(run: RunConfig, world: World) -> list[Any]:
+    """Return a frozen copy of this rank's chunks, without buffers of gradients and without the
+    values of weights.
+    """
+    chunks = build_model(run, world, wrap=False, drawn=False)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        chunk.eval()
+    return chunks
+
+
 @contextmanager
 def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
     """Use a separate stream if whole steps are captured: autograd adds gradients up on the stream
@@ -131,6 +142,7 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
         if isinstance(chunk, SummedLosses):
             chunk.auxiliary = auxiliary_outputs_of(run)
             chunk.is_whole_loss = loss_is_whole(run)
+            chunk.per_token = run.objective.pairs
     if run.peft.kind and not any(adapter_parameters(run)):
         rule = f"models of the family {run.model.family} have no adapters that are known here"
         raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])

@@ -13,7 +13,8 @@ disk:
     frozen_00000.safetensors  pieces that no step changes, when adapters are trained: a link to the
                               file of the previous checkpoint, so that the disk holds it once
 
-Tensors are named `model/<key>` and `optim/<state>/<key>`. In format 3 the hash of a block was
+Tensors are named `model/<key>`, `optim/<state>/<key>` and, of a frozen reference model,
+`reference/<key>`. In format 3 the hash of a block was
 sha256. In format 2 each piece had one hash. In format 1 each file had one, a weight was named by
 its bare key, and a state by its own name, a dot and the key. All are still read.
 """
@@ -44,6 +45,7 @@ FORMAT = 4
 READ = (1, 2, 3, 4)
 STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
 MODEL = "model/"
+REFERENCE = "reference/"
 """Prefix of the names of the model's own tensors."""
 STREAMS = "by stage, data and context rank"
 """Marker in a checkpoint for the ranks with distinct random generators; without it (older

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.layers import low_rank
 from mtrain.mcore.layers.merging import is_adapter
 from mtrain.mcore.state import optimizer_state, sharding
+from mtrain.mcore.state.local_params import unwrap
 from mtrain.world.generators import seed_generators
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
@@ -58,6 +59,13 @@ class TrainState:
     """
     replicas: Replicas = field(default_factory=Replicas)
     """The pieces that this rank saves."""
+    reference: list[Any] = field(default_factory=list)
+    """Chunks of a frozen copy of the model, as it was when this objective began; empty without."""
+    scores: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Log-probabilities of answers by that model, by split, fp64; empty where they are computed in
+    each step.
+    """
+    scores_known: bool = False
 
 
 def save(
@@ -169,7 +177,9 @@ def _shards(
     # With adapters the model itself does not change: its file is written once and linked.
     if run.peft.kind is not None:
         still = {id(s) for s in weights if s.param is not None and not s.param.requires_grad}
-        state.frozen.setdefault(owner, store.Frozen([s for s in weights if id(s) in still]))
+    if still or state.reference or state.scores:
+        kept = [*(s for s in weights if id(s) in still), *reference_shards(state)]
+        state.frozen.setdefault(owner, store.Frozen(kept))
     shards = [s for s in weights if id(s) not in still]
     shards += sharding.optimizer_shards(state.chunks, state.optimizer)
     if owner and RankEnv.here().machine is not None:
@@ -253,6 +263,12 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
         load_weights(checkpoint, state)
         return True
     load_model(checkpoint, state.chunks)
+    # A checkpoint of another objective has no reference: this one begins here.
+    if any(key.startswith(folder.REFERENCE) for key in checkpoint.manifest["tensors"]):
+        checkpoint.load(reference_shards(state))
+        state.scores_known = True
+    else:
+        begin_reference(state)
     checkpoint.load(sharding.optimizer_shards_to_fill(state.chunks, state.optimizer))
     sharding.refresh(state.chunks, state.optimizer)
     facts = checkpoint.state
@@ -293,7 +309,32 @@ def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
 def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
     """Restore only the weights, and update the optimizer's copies of them."""
     load_model(checkpoint, state.chunks)
+    begin_reference(state)
     renew(state)
+
+
+def reference_shards(state: TrainState) -> list[sharding.TensorShard]:
+    """Return the shards of the frozen reference model on this rank, and its log-probabilities."""
+    shards = [
+        replace(shard, key=folder.REFERENCE + shard.weight)
+        for shard in sharding.model_shards(state.reference)
+    ]
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for part, values in state.scores.items():
+        place = (len(values),), (0,), (len(values),), values
+        key = f"{folder.REFERENCE}scores.{part}"
+        shards.append(sharding.TensorShard(key, *place, primary=first))
+    return shards
+
+
+@torch.no_grad()
+def begin_reference(state: TrainState) -> None:
+    """Copy the weights and buffers of the policy, as they are now, to its frozen reference."""
+    for chunk, other in zip(state.chunks, state.reference, strict=False):
+        own = unwrap(chunk).state_dict()
+        for name, tensor in unwrap(other).state_dict().items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(own[name])
 
 
 def renew(state: TrainState) -> None:

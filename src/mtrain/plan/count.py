@@ -94,6 +94,8 @@ def state_bytes(run: RunConfig) -> int:
         # FSDP shards weights and gradients, too: together its ranks hold one copy.
         copies = replicas if p.fsdp == "none" else 1
         still = number if run.peft.kind else number - learning
+        # a frozen reference has every weight once more
+        still += number if run.objective.copies else 0
         total += still * bytes_of(dtype) * copies
         total += learning * (
             per_weight * copies + per_state * (1 if p.distributed_optimizer else copies)

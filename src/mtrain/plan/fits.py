@@ -116,7 +116,7 @@ def _steps(run: RunConfig) -> Iterator[Change]:
         yield {"kernels.loss": "auto"}
     if p.tp > 1 and not p.sequence_parallel and run.data.length % (p.tp * p.cp) == 0:
         yield {"parallel.sequence_parallel": True}
-    if t.micro % 2 == 0:
+    if t.micro % (4 if run.objective.pairs else 2) == 0:
         yield {"trainer.micro_batch_size": t.micro // 2}
     yield from _recomputed(run)
     if run.precision.grad_reduce_in_fp32 and run.precision.format == "bf16":
@@ -219,10 +219,12 @@ def _micro_batch(run: RunConfig, room: Room) -> dict[str, tuple[Any, str]]:
     """Return the largest micro-batch that fits; without one, the smallest, for a recomputation."""
     deep = run.parallel.pp > 1
     length = run.data.length
-    sizes = [1 << n for n in reversed(range(MOST_SAMPLES.bit_length()))]
+    # A pair is two samples, which stay together.
+    least = 1 if run.objective.pairs else 0
+    sizes = [1 << n for n in reversed(range(least, MOST_SAMPLES.bit_length()))]
     # More samples at once leave fewer micro-batches, and a pipeline waits longer for its ends.
     most = LONGEST if deep else MOST_TOKENS
-    sizes = [size for size in sizes if size == 1 or size * length <= most]
+    sizes = [size for size in sizes if size == 1 << least or size * length <= most]
     sizes = [size for size in sizes if not deep or size <= 8]
     tried = filling(run, sizes)
     fits = (size for size in tried if worst_stage(changed(run, {MICRO: size})).peak <= room.bytes)

@@ -66,7 +66,9 @@ PARTS = (
 )
 # Part of the memory -> the origin of its number.
 HOW = {
-    "weights": "counted: every tensor, with the padding of megatron-core's buffers",
+    "weights": (
+        "counted: every tensor, with the padding of megatron-core's buffers, and a frozen reference"
+    ),
     "gradients": "counted: as the weights",
     "optimizer": "counted: main weights and moments of the part of a rank",
     "low_precision": "reasoned: copies of weights for products in eight bits",

@@ -70,7 +70,8 @@ def shrink(
         seq *= 4
         p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
     taken = _taken_in_turn(run.parallel, p)
-    rows = 2 if run.trainer.micro > 1 and balances_sequences(run) else 1
+    balanced = run.trainer.micro > 1 and balances_sequences(run)
+    rows = 2 if balanced or run.objective.pairs else 1
     smallest = p.dp * taken * rows
     batch = smallest * max(1, 4 // taken)
     group = {"microbatch_group_size_per_vp_stage": taken if taken > p.pp else None}
@@ -223,6 +224,7 @@ def alone(run: RunConfig) -> RunConfig:
     """
     # a scale of 8 bits is that of a micro-batch
     apart = balances_sequences(run) and run.precision.quantized is None
+    apart = apart and not run.objective.pairs
     micro = {"micro_batch_size": 1} if apart else {}
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
     # what replaces main weights is the distributed optimizer's, on one rank too

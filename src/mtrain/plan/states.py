@@ -79,8 +79,11 @@ class States:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights."""
-        return (self._trained("weights") + self._frozen) * bytes_of(self.run.precision.format)
+        """Return the bytes of weights, and of those of a frozen reference."""
+        held = self._trained("weights") + self._frozen
+        if self.run.objective.copies:
+            held += sum(weight.numel for weight in self.weights)
+        return held * bytes_of(self.run.precision.format)
 
     @cached_property
     def gradient_bytes(self) -> int:

@@ -79,7 +79,9 @@ def storage_of(run: RunConfig, stages: Sequence[StageMemory]) -> Storage:
                 trained += number // sum(map(prod, one.parts)) * factor_bytes(how, one)
     linked = frozen if run.peft.kind is not None else 0
     exported = saves(run) // (run.checkpoint.hf_every or MOST) * weights
-    return Storage(trained + frozen, trained + frozen - linked, at_once(run), exported)
+    reference = weights if run.objective.copies else 0
+    first = trained + frozen + reference
+    return Storage(first, trained + frozen - linked, at_once(run), exported)
 
 
 def staged(run: RunConfig, stages: Sequence[StageMemory]) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mtrain.assembly.model import build_model
+import torch
+
+from mtrain.assembly.model import build_model, build_reference
 from mtrain.assembly.optim import build_optimizer, build_schedule
-from mtrain.ckpt.state import TrainState
+from mtrain.ckpt.state import TrainState, begin_reference
 from mtrain.config.compose.paths import user_path
 from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
@@ -18,6 +20,7 @@ from mtrain.mcore.adapter.ahead import stay_on_device
 from mtrain.models.registry import family_of, imported
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
+from mtrain.train.precomputed import prepare
 from mtrain.world.init import World
 
 
@@ -49,13 +52,23 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     if world.device.runs_ahead:
         stay_on_device(chunks[0].config)
     state = TrainState(chunks, optimizer, build_schedule(run, optimizer))
+    if run.objective.copies:
+        state.reference = build_reference(run, world)
+        begin_reference(state)
     train_data = batches(run, world, splits, "train")
     valid_data = None
     if run.trainer.eval_iters and splits.validation is not None:
         limit = run.trainer.eval_iters * run.trainer.batch
         valid_data = batches(run, world, splits, "validation", limit)
     schedule = run_documents if run.parallel.hybrid_context_parallel else None
-    return TrainContext(run, world, state, train_data, valid_data, schedule)
+    context = TrainContext(run, world, state, train_data, valid_data, schedule)
+    if run.objective.reference == "precomputed" and run.objective.refers:
+        context.prepare = prepare
+        for part, data in (("train", train_data), ("validation", valid_data)):
+            if data is not None:
+                size = len(data.samples)
+                state.scores[part] = torch.zeros(size, dtype=torch.float64)
+    return context
 
 
 def batches(
@@ -71,7 +84,9 @@ def batches(
     # Dynamic context parallelism distributes documents after every rank has read all of them.
     if run.parallel.hybrid_context_parallel:
         share = (0, 1)
-    average = run.trainer.loss_average if part == "train" else "token"
+    average: str = run.trainer.loss_average if part == "train" else "token"
+    if run.objective.pairs:
+        average = "pair"
     micro = run.trainer.micro
     balanced = run.data.packed and run.data.packing_scheduler == "dp_balanced"
     # An evaluation is of the next token only.

@@ -33,11 +33,11 @@ KEYS = (
     "data.kind",
     "data.seq_length",
     "data.micro_batch_size",
+    "objective.name",
     "optim.name",
     "trainer.cuda_graph_impl",
     "trainer.deterministic",
     "trainer.micro_batch_size",
-    "trainer.objective",
 )
 """Keys outside of `SECTIONS` that decide which kernels run; a missing one costs a compilation."""
 

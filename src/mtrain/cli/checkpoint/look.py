@@ -243,10 +243,7 @@ def _tensor(name: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 def _kinds(tensors: Sequence[dict[str, Any]]) -> Counter[str]:
     """Return how many tensors are weights, and how many each state of the optimizer has."""
-    return Counter(
-        "model" if one["name"].startswith(folder.MODEL) else one["name"].split("/")[1]
-        for one in tensors
-    )
+    return Counter(one["name"].split("/")[one["name"].startswith("optim/")] for one in tensors)
 
 
 def verify(words: Sequence[str], *, as_json: bool) -> int:

@@ -27,8 +27,8 @@ WORDS = {
     "html": Word(None, user_path, "a file", "samples.html"),
 }
 USAGE = "preview [KEY=VALUE ...] [samples=N] [split=NAME] [--html FILE]"
-# Pairs can be looked at, although no loss learns from them.
-NO_LOSS = "MT343"
+# Pairs can be looked at whatever the objective is.
+NO_LOSS = "MT328"
 WIDTH = 100
 # between tokens, where there is no colour to tell them apart
 BETWEEN = "|"

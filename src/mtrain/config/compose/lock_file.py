@@ -157,16 +157,19 @@ def _said(values: Any, key: str) -> bool:
 def upgrade(values: Any) -> None:
     """Rewrite the values of an older complete file in the words of this version.
 
-    Until `kernels.X=cpu` existed, `reference` on a CPU included its fast paths. Such a file lacks
-    `trainer.objective`, which came with `cpu`; without this, a resumed run would round otherwise.
+    `trainer.objective` is `objective.name` now. Until `kernels.X=cpu` existed, `reference` on a CPU
+    included its fast paths. Such a file names no objective, which came with `cpu`; without this, a
+    resumed run would round otherwise.
     """
+    if isinstance(values, dict) and _said(values, "trainer.objective"):
+        values.setdefault("objective", {"name": values["trainer"].pop("objective")})
     sections: list[Any] = [
         values.get(name) for name in ("kernels", "trainer", "cluster", "precision")
     ]
     if not all(isinstance(section, dict) for section in sections):
         return
-    kernels, trainer, cluster, precision = sections
-    if "objective" in trainer or cluster.get("device") != CPU.name:
+    kernels, _, cluster, precision = sections
+    if "objective" in values or cluster.get("device") != CPU.name:
         return
     # The fast paths of GEMMs do not apply in low precision.
     quantized = precision.get("fp8") or precision.get("fp4")

@@ -444,7 +444,7 @@ def loss_is_whole(run: RunConfig) -> bool:
 
     fp16 multiplies the sum by a scale, and other objectives do as they like.
     """
-    return run.trainer.objective == "next_token" and run.precision.dtype != "fp16"
+    return run.objective.name == "next_token" and run.precision.dtype != "fp16"
 
 
 def losses_add_gradients(run: RunConfig) -> bool:

@@ -59,7 +59,7 @@ SINK_MODULES = {
     "trackio": ("trackio",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
-# Entry points of losses (`mtrain.train.objectives.Objective`), which `trainer.objective` names.
+# Entry points of losses (`mtrain.train.objectives.Objective`), which `objective.name` names.
 OBJECTIVES = "mtrain.objectives"
 SHIPPED_OBJECTIVES = "mtrain.train.objectives"
 

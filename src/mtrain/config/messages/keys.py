@@ -19,7 +19,7 @@ from mtrain.config.engine.release import UNMAPPED
 from mtrain.config.schema.base import Effect, Flag, Key
 from mtrain.config.schema.run import GROUPS, UnresolvedRun
 
-PLUG_INS = ("cluster.device", "model.family", "trainer.objective")
+PLUG_INS = ("cluster.device", "model.family", "objective.name")
 """Keys whose values are the shipped names plus those of installed plug-ins."""
 
 OTHERWISE = {"distributed_timeout_minutes": ", in seconds"}

@@ -45,7 +45,7 @@ FOREIGN_WORDS = {"data.kind": dict.fromkeys(("gpt", "megatron", "mmap", "bin"), 
 """Names that other systems use for a choice of a key."""
 CHOOSING = {"data.kind": "data", "optim.name": "optim", "peft.kind": "peft"}
 """Keys whose values are names of choices of a group."""
-NO_CHOICE = (None, "preference")
+NO_CHOICE = (None,)
 """Their values that no choice is named after."""
 INSTEAD: dict[str, Callable[[Any], str]] = {
     **{

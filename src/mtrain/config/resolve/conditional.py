@@ -207,6 +207,7 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
         for name, spec in OPTIMIZERS.items()
         for key, get in spec.defaults.items()
     },
+    "objective.reference": lambda r: "adapter_off" if r.peft.kind else "frozen",
     "peft.target": _adapted,
     "model.rope_scaling.original_max_position_embeddings": lambda r: (
         r.model.max_position_embeddings

@@ -77,6 +77,8 @@ def is_fine_tuning(run: RunConfig) -> Derived:
     """Return whether a run fine-tunes: on chats, or with adapters of a frozen model."""
     if run.data.kind in CHATS:
         return True, f"data.kind {run.data.kind}"
+    if run.objective.pairs:
+        return True, f"objective.name {run.objective.name}"
     if run.peft.kind is not None:
         return True, f"peft.kind {run.peft.kind}"
     return False, "neither chats nor adapters"
@@ -92,6 +94,8 @@ def data_kind(run: RunConfig) -> Derived:
         if d.path is not None:
             return "image_text", "data.path"
         return "mock", f"model.family {m.family}, and data.path is null"
+    if run.objective.pairs and d.path is None:
+        return "mock", f"objective.name {run.objective.name}, and data.path is null"
     # Before `text`: a file of chats would train as plain text without an error.
     if (chats := kind_of_chats(d.path)) is not None:
         return chats, "the first line of data.path"
@@ -311,7 +315,8 @@ def batch(run: RunConfig) -> Derived:
         samples = -(-near.batch_tokens // run.data.length)
         why = f"{near.batch_tokens} tokens of {GPT3_TABLE}: its {near.name} model"
     # A micro-batch that is not set is derived next, from this batch.
-    step = (run.trainer.micro_batch_size or 1) * p.dp * (p.pp if p.vpp > 1 else 1)
+    least = 2 if run.objective.pairs else 1
+    step = (run.trainer.micro_batch_size or least) * p.dp * (p.pp if p.vpp > 1 else 1)
     whole = -(-samples // step) * step
     return whole, why + (f", in multiples of {step}" if whole > samples else "")
 
@@ -321,7 +326,11 @@ def micro_batch(run: RunConfig) -> Derived:
     also one of few tokens, so that it fits in memory.
     """
     p = run.parallel
-    sizes = [n for n in (8, 4, 2, 1) if n == 1 or on_a_cpu(run) or n * run.data.length <= LONGEST]
+    # A pair is two samples, which stay together.
+    least = 2 if run.objective.pairs else 1
+    short = on_a_cpu(run)
+    sizes = [n for n in (8, 4, 2) if n == least or short or n * run.data.length <= LONGEST]
+    sizes += [1] * (least == 1)
     size = filling(run, sizes)[0]
     why = f"{run.trainer.batch} samples on dp {p.dp}, pp {p.pp}"
     return size, why if on_a_cpu(run) else f"{why}, of {run.data.length} tokens"

@@ -61,13 +61,23 @@ ADAPTERS = (
     Tuned("33B", 32.5e9, 1e-4, 16, QLORA),
     Tuned("65B", 65.2e9, 1e-4, 16, QLORA),
 )
+# Rate and answers per step of a preference, two for each pair.
+PREFERENCES = (
+    Tuned("8B", 8e9, 5e-7, 256, f"DPO of {TULU_3}"),
+    Tuned("70B", 70.6e9, 2e-7, 256, f"DPO of {TULU_3}"),
+)
+ZEPHYR = "DPO with QLoRA of Zephyr (Hugging Face's alignment-handbook)"
+PREFERENCES_OF_ADAPTERS = (Tuned("7B", 7.2e9, 5e-6, 64, ZEPHYR),)
 
 
 def published(run: RunConfig) -> Tuned:
     """Return the published fine-tuning of the nearest size, of adapters if the run trains
     adapters.
     """
-    return nearest(ADAPTERS if run.peft.kind is not None else ALL_WEIGHTS, run.model)
+    adapters = run.peft.kind is not None
+    if run.objective.pairs:
+        return nearest(PREFERENCES_OF_ADAPTERS if adapters else PREFERENCES, run.model)
+    return nearest(ADAPTERS if adapters else ALL_WEIGHTS, run.model)
 
 
 def batch_of(run: RunConfig) -> tuple[int, str]:
@@ -76,7 +86,8 @@ def batch_of(run: RunConfig) -> tuple[int, str]:
     """
     row = published(run)
     samples = row.batch
-    why = f"{row.batch} chats of {row.source}: its {row.name} model"
+    what = "answers" if run.objective.pairs else "chats"
+    why = f"{row.batch} {what} of {row.source}: its {row.name} model"
     if run.data.packed:
         samples = ceil(row.batch * CHAT_TOKENS / run.data.length)
         why = f"{why}, {CHAT_TOKENS} tokens each"
@@ -100,10 +111,11 @@ def steps_of(run: RunConfig) -> tuple[int, str]:
             STEPS_UNSEEN,
             f"trainer.fine_tuning true, and data.kind {run.data.kind} has no chats to count here",
         )
-    return (
-        max(1, ceil(EPOCHS * held / run.trainer.batch)),
-        f"{EPOCHS} epochs of {held} samples, as {TULU_3}",
-    )
+    # Tulu 3 reads chats twice, and pairs once.
+    epochs = 1 if run.objective.pairs else EPOCHS
+    steps = max(1, ceil(epochs * held / run.trainer.batch))
+    words = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    return steps, f"{words} of {held} samples, as {TULU_3}"
 
 
 def samples_of_an_epoch(run: RunConfig) -> int | None:
@@ -125,6 +137,8 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
     if not chats:
         return None
     samples = chats * d.split[0] / (sum(d.split) or 1)
+    if d.kind == "preference":
+        samples *= 2
     if d.packed:
         # Packed chats share windows: estimate the tokens of a chat from its bytes.
         samples *= min(1.0, facts.st_size / chats / LETTERS / d.length)

@@ -22,7 +22,6 @@ BESIDE = ("chat_template.jinja", "tokenizer_config.json")
 """Files next to a tokenizer.json that hold a template."""
 MAX_SETTINGS = 16 << 20
 TEMPLATE = "data.chat_template"
-CHOSEN_ONLY = "data=sft with the chosen answers as chats"
 
 
 @rule(
@@ -119,22 +118,6 @@ def chat_family(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code(
-        "MT343",
-        help="Preview it with `data preview`; train on the chosen answers as data=sft.",
-        example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
-    ),
-    reads="data.kind",
-)
-def preference_pairs(run: RunConfig) -> Iterator[Finding]:
-    """Cannot learn from pairs of answers because mtrain prepares and previews them, but has no loss
-    for them.
-    """
-    if run.data.kind == "preference":
-        yield Finding("MT343", "data.kind", hint=CHOSEN_ONLY)
-
-
-@rule(
-    Code(
         "MT344",
         example=(
             "data=sft data.path=chats.jsonl data.tokenizer=tokenizer.json data.eod_mask_loss=true"
@@ -182,7 +165,7 @@ def text_file_format(run: RunConfig) -> Iterator[Finding]:
         fix = "data=sft"
     elif found == "preference":
         what = "a pair of answers"
-        fix = CHOSEN_ONLY
+        fix = "data=preference objective=dpo"
     elif is_documents(d.path):
         what = "a document in JSON"
         prefix = PurePath(d.path).stem

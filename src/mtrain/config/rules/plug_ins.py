@@ -12,10 +12,10 @@ from mtrain.config.messages.problem import value_at
 from mtrain.config.resolve.conditional import condition
 from mtrain.config.rules.finding import Finding, each
 from mtrain.config.rules.rule import Code, rule
+from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.config.schema.trainer import TrainerConfig
 
-OBJECTIVE = "trainer.objective"
+OBJECTIVE = "objective.name"
 
 
 @rule(Code("MT126", example="log.hooks=[garbag]"), reads="log.hooks", disk=True)
@@ -74,9 +74,9 @@ def _named(
 @rule("MT127", reads=OBJECTIVE, disk=True)
 def known_objective(run: RunConfig) -> Iterator[Finding]:
     """Require an objective that mtrain or an installed package has."""
-    name = run.trainer.objective
+    name = run.objective.name
     # The default ships, and needs no look at installed packages.
-    if name == TrainerConfig.model_fields["objective"].default:
+    if name == ObjectiveConfig.model_fields["name"].default:
         return
     names = installed.names(installed.SHIPPED_OBJECTIVES, installed.OBJECTIVES)
     if name not in names:

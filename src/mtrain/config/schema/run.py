@@ -16,6 +16,7 @@ from mtrain.config.schema.kernels import KernelsConfig
 from mtrain.config.schema.launch import LaunchConfig
 from mtrain.config.schema.log import LogConfig
 from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.optim import OptimConfig, UnresolvedOptim
 from mtrain.config.schema.parallel import (
     ActivationOffloadConfig,
@@ -35,6 +36,7 @@ GROUPS = (
     "data",
     "optim",
     "trainer",
+    "objective",
     "kernels",
     "checkpoint",
     "log",
@@ -78,6 +80,9 @@ class UnresolvedRun(Section):
     )
     trainer: Annotated[UnresolvedTrainer, Key(effect=Effect.NUMERICS)] = Field(
         default_factory=UnresolvedTrainer
+    )
+    objective: Annotated[ObjectiveConfig, Key(effect=Effect.NUMERICS)] = Field(
+        default_factory=ObjectiveConfig
     )
     kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(
         default_factory=KernelsConfig

@@ -25,16 +25,10 @@ GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mam
 class UnresolvedTrainer(Section):
     """`trainer`: how long, how large a batch, how often to look."""
 
-    objective: str = "next_token"
-    """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
-    the model's family masks or writes. Among others that ship, label_smoothing gives every token of
-    the vocabulary a share of each label. Installed packages publish others under the entry point
-    group `mtrain.objectives`.
-    """
     fine_tuning: Annotated[bool | None, Key(effect=Effect.RUNTIME)] = None
     """Fine-tuning defaults for rate, batch, length and schedule, in place of those for training
-    from scratch. It changes nothing else. null: true for chats (data.kind sft, preference) and for
-    adapters (peft.kind).
+    from scratch. It changes nothing else. null: true for chats (data.kind sft, preference), for
+    pairs of answers (objective.name) and for adapters (peft.kind).
     """
     train_iters: Annotated[
         PositiveInt | None, Key(aka="max_steps train_steps exit_interval", unit="steps")
@@ -44,7 +38,8 @@ class UnresolvedTrainer(Section):
     data.path, else 500.
     """
     global_batch_size: Annotated[PositiveInt | None, Key(unit="samples")] = None
-    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. null: as many
+    """Samples per optimizer step, over all ranks; with a ramp, of the steps after it. Of pairs of
+    answers each answer is a sample. null: as many
     tokens as model.published has, else as the GPT-3 of the nearest size had; for fine-tuning 128
     samples, 16 for adapters, or as many packed windows as hold such a batch; 8 samples on a CPU;
     rounded up so that every data-parallel rank has whole micro-batches.

@@ -164,7 +164,8 @@ def parse_pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat
     """Return the chosen and the rejected chat of an object; their common start is not learned.
 
     Raises:
-        CorruptData: the object is not a pair, one of its chats is wrong, or both are the same.
+        CorruptData: the object is not a pair, one of its chats is wrong, an answer is empty, or
+            both are the same.
     """
     values = keys.kept(values)
     missing = [name for name in ("chosen", "rejected") if name not in values]
@@ -190,8 +191,20 @@ def parse_pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat
         raise CorruptData("chosen and rejected are the same")
     if common is None:
         raise CorruptData("one of chosen and rejected is the beginning of the other")
+    for name, answer in (("chosen", chosen[common:]), ("rejected", rejected[common:])):
+        if not any(map(_says_something, answer)):
+            raise CorruptData(f"its {name} answer is empty: give it a text, or remove the line")
     tools = _tools(values.get("tools"), keys)
     return _ordered(_made(chosen, tools, common)), _ordered(_made(rejected, tools, common))
+
+
+def _says_something(message: Message) -> bool:
+    """Return whether a message has a text that is not blank, or a call."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    calls = message.get("tool_calls") or message.get("function_call")
+    return bool(calls) or any(text and text.strip() for text in texts)
 
 
 def _made(messages: list[Message], tools: list[Any] | None, begin: int = 0) -> Chat:

@@ -172,6 +172,10 @@ class ChatSamples:
         """Return the sample of a number; raise CorruptData for an id outside the vocabulary."""
         return self._sample(self.window_of(number))
 
+    def window(self, place: int) -> Sample:
+        """Return the sample of a window."""
+        return self._sample(place)
+
     def _made(self, window: int) -> Sample:
         length = self.seq_length
         documents = tuple(self.windows[window])
@@ -208,7 +212,9 @@ class ChatSamples:
 
 
 class PairSamples:
-    """The pairs of a split, in the order in which `ChatSamples` has chats."""
+    """The answers of the pairs of a split, in the order in which `ChatSamples` has chats: the
+    chosen and the rejected one of each pair, with even and odd numbers.
+    """
 
     def __init__(
         self,
@@ -227,34 +233,40 @@ class PairSamples:
         self._rejected = ChatSamples(chats, rejected, seq_length, seed, vocab_size, name, counts)
         self.seq_length = seq_length
         self.name = name
+        self.scores: np.ndarray | None = None
+        """The log-probability of each answer by a reference, by place; fp64 [n]."""
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return 2 * len(self._chosen)
+
+    def sample(self, number: int) -> Sample:
+        """Return one answer of a pair, after the common start, which is not learned."""
+        return self.row(self.row_of(number))
+
+    def row_of(self, number: int) -> int:
+        """Return the place of an answer among those of the split, in the order of the file."""
+        return 2 * self._chosen.window_of(int(number) // 2) + int(number) % 2
+
+    def row(self, place: int) -> Sample:
+        """Return the answer of a place."""
+        side = self._rejected if place % 2 else self._chosen
+        return side.window(int(place) // 2)
 
     def pair(self, number: int) -> tuple[Sample, Sample]:
-        """Return the chosen and the rejected sample of a number.
-
-        Their common start is not learned.
-        """
-        return self._chosen.sample(number), self._rejected.sample(number)
+        """Return the chosen and the rejected answer of the pair of that number."""
+        return self.sample(2 * number), self.sample(2 * number + 1)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return int64 [2 n, seq_length + 1]: the chosen and the rejected chat of each pair,
-        `NOTHING` after their ends.
-        """
-        return np.stack([sample.tokens for number in numbers for sample in self.pair(number)])
-
-    def learned(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the loss mask of these tokens: bool [2 n, seq_length + 1]."""
-        return np.stack([sample.learned for number in numbers for sample in self.pair(number)])
+        """Return int64 [n, seq_length + 1]: the tokens of answers, `NOTHING` after their ends."""
+        return np.stack([self.sample(number).tokens for number in numbers])
 
     def place(self, number: int) -> str:
-        """Return file and line of a pair."""
+        """Return file and line of the pair of that number."""
         return self._chosen.place(number)
 
     def describe(self) -> dict[str, int]:
         """Return the numbers of pairs, tokens, pairs cut and left out, and samples of an epoch."""
-        return self._chosen.describe()
+        return {**self._chosen.describe(), "samples": len(self)}
 
 
 def open_chats(

@@ -13,7 +13,8 @@ multiplied with B.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +152,22 @@ def _drawn(a: nn.Parameter, inputs: int) -> nn.Parameter:
     return a
 
 
+class _Switch:
+    """The switch of all adapters of a process."""
+
+    on = True
+
+
+@contextmanager
+def adapters_off() -> Iterator[None]:
+    """Compute as the bare layers do inside: as the model before it had adapters."""
+    _Switch.on = False
+    try:
+        yield
+    finally:
+        _Switch.on = True
+
+
 class _LowRank:
     """A linear layer with an adapter, over the class of the layer."""
 
@@ -262,6 +279,8 @@ class _LowRankColumn(_LowRank):
     def forward(self: Any, input_: Tensor, *args: Any, **more: Any) -> Any:
         """Return as the layer, [s, b, in] to [s, b, out / tp]."""
         y, bias = super().forward(input_, *args, **more)  # type: ignore[misc]
+        if not _Switch.on:
+            return y, bias
         compressed = self._compressed(input_)
         if self.sequence_parallel:
             compressed = gather_from_sequence_parallel_region(compressed, group=self.tp_group)
@@ -285,6 +304,8 @@ class _LowRankRow(_LowRank):
         sequence parallelism.
         """
         y, bias = super().forward(input_)  # type: ignore[misc]
+        if not _Switch.on:
+            return y, bias
         compressed = self._compressed(input_)
         if self.sequence_parallel:
             compressed = reduce_scatter_to_sequence_parallel_region(compressed, group=self.tp_group)
@@ -304,7 +325,7 @@ class _LowRankWhole(_LowRank):
 
     def _product(self: Any, x: Tensor) -> Tensor:
         y = super()._product(x)  # type: ignore[misc]
-        return self._adapted(y, self._compressed(x))  # type: ignore[no-any-return]
+        return self._adapted(y, self._compressed(x)) if _Switch.on else y  # type: ignore[no-any-return]
 
 
 class _LowRankExperts:
@@ -341,6 +362,8 @@ class _LowRankExperts:
     def forward(self: Any, x: Tensor, rows: Any) -> Any:
         """Return as the layer, [sum(rows), in] to [sum(rows), out]."""
         y, biases = super().forward(x, rows)  # type: ignore[misc]
+        if not _Switch.on:
+            return y, biases
         a = self._each(A)
         b = self._each(B)
         # Stacked, so that one collective serves all experts of the rank.

@@ -17,7 +17,11 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, roll_tensor
 from mtrain_kernels.cross_entropy.reference import capped, first_place, local_labels, wide
 from mtrain_kernels.cross_entropy.vocabulary import Vocabulary
-from mtrain_kernels.linear_cross_entropy.op import Buffer, linear_cross_entropy
+from mtrain_kernels.linear_cross_entropy.op import (
+    Buffer,
+    linear_cross_entropy,
+    token_cross_entropy,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -60,10 +64,11 @@ class OutputLayer(ColumnLinear):
         vocab_size: int | None = None,
         auxiliary: AuxiliaryOutputs | None = None,
         is_whole_loss: bool = False,
+        per_token: bool = False,
         impl: str = "reference",
     ) -> Any:
         """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
-        sum of weighted losses.
+        sum of weighted losses, or `per_token` the loss of each token [b, s] without its weight.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
         `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
@@ -83,6 +88,19 @@ class OutputLayer(ColumnLinear):
         weight = self.weight if weight is None else weight
         if self.bias is not None:
             hidden, weight = _with_bias(hidden, weight, self.bias)
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        if per_token:
+            losses = token_cross_entropy(
+                hidden,
+                weight,
+                labels.t().flatten(),
+                vocab_size=vocab_size,
+                soft_cap=self.soft_cap,
+                group=group,
+                sequence_parallel=self.sequence_parallel,
+                impl=impl,
+            )
+            return losses.view(labels.t().shape).t()
         auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
         # Hidden states are [s, b, h]: labels and weights [b, s] have to follow their order.
         token_weights = token_weights.t().flatten()
@@ -100,7 +118,7 @@ class OutputLayer(ColumnLinear):
             ranked=auxiliary.accuracy,
             logits=auxiliary.logits,
             soft_cap=self.soft_cap,
-            group=self.tp_group if self.tp_group.size() > 1 else None,
+            group=group,
             sequence_parallel=self.sequence_parallel,
             gradient=gradient,
             impl=impl,
@@ -187,6 +205,8 @@ class SummedLosses:
     loss_vocab_size: int
     auxiliary = AuxiliaryOutputs()
     """Further outputs; with any of them, the sum is that of `with_auxiliary_outputs`."""
+    per_token = False
+    """True if an objective reads the log-probability of each label, instead of a sum of losses."""
     is_whole_loss = False
     """The promise that training minimises the sum of `sum_of_losses` as it is, so that its gradient
     is 1.
@@ -264,7 +284,7 @@ class SummedLosses:
         is_part: bool = False,
     ) -> Tensor:
         """Return the sum of each token's loss times `mask` [b, s], for the output layer's input [s,
-        b, h] or this rank's part.
+        b, h] or this rank's part; `per_token` the log-probability of each label [b, s] in fp32.
 
         `detached`: the weight of the output layer learns nothing from it. `auxiliary` stands
             for `self.auxiliary`. `is_part`: a factor multiplies the sum afterwards.
@@ -276,6 +296,13 @@ class SummedLosses:
             weight = None
         if detached:
             weight = (self.output_layer.weight if weight is None else weight).detach()
+        if self.per_token and self.loss != "megatron":
+            given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
+            losses = self.output_layer(hidden, weight, **given, per_token=True, impl=self.loss)
+            return -losses.float()  # type: ignore[no-any-return]
+        if self.per_token:
+            logits, _ = self.output_layer(hidden, weight)
+            return -self.compute_language_model_loss(labels, logits).float()  # type: ignore[no-any-return]
         if self.loss == "megatron":
             ranked = labels if auxiliary.accuracy else None
             logits, hits = self.output_layer(

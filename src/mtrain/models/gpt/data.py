@@ -5,13 +5,15 @@ packed, and of chats the parts that are trained.
 from __future__ import annotations
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.data import BlendOfDocuments, ChatSamples, Splits, WholeDocuments
+from mtrain.data import BlendOfDocuments, ChatSamples, PairSamples, Splits, WholeDocuments
 from mtrain.data.batch import (
     Collator,
+    MockPairs,
     Packing,
     chat_collator,
     document_collator,
     next_token_collator,
+    pair_collator,
 )
 from mtrain.data.samples.token_stream import FillInTheMiddle
 
@@ -21,6 +23,9 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     source = getattr(splits, part)
     data = run.data
     ends = splits.document_ends
+    if run.objective.pairs:
+        pairs = source if isinstance(source, PairSamples) else MockPairs(source)
+        return pair_collator(pairs, mismatched=run.objective.mismatches)
     if isinstance(source, ChatSamples):
         return chat_collator(source)
     if isinstance(source, WholeDocuments | BlendOfDocuments):

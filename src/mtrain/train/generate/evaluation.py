@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from mtrain.data import Splits, validation_of
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.samples.mock import MockSamples
 from mtrain.data.text.tokenizer import Tokenizer
-from mtrain.errors import say_page
+from mtrain.errors import ConfigError, say_page
 from mtrain.models.registry import family_of
 from mtrain.train.assemble import batches
-from mtrain.train.generate.write import restored
+from mtrain.train.generate.write import restored, restored_reference
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.loop.step import summed
@@ -34,7 +35,7 @@ class Measured:
     """Cross entropy over some samples, the same whatever the layout."""
 
     loss: float
-    """Nats per token."""
+    """Nats per token; the loss of a pair if the objective is of pairs."""
     perplexity: float | None
     """None, as are the bits, where the loss is more than a cross entropy of tokens."""
     bits_per_token: float | None
@@ -45,6 +46,8 @@ class Measured:
     bytes: int | None
     samples: int
     seconds: float
+    accuracy: float | None
+    """Share of the pairs whose chosen answer has the higher reward; None without pairs."""
 
 
 def evaluate(
@@ -57,12 +60,17 @@ def evaluate(
         ConfigError: the data has another tokenizer than the model, or no validation split.
         CorruptData: the checkpoint, the data or the tokenizer is not what was written.
     """
+    if run.objective.pairs and run.objective.reference == "precomputed":
+        rule = "cannot score other answers than those of the run, whose reference is not kept"
+        fix = "the valid_ metrics of the run"
+        raise ConfigError.of("MT333", "objective.reference", "precomputed", rule, fix)
     with joined(run) as world:
         splits = validation_of(
             run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)
         )
         chunks = restored(run, world, checkpoint)
-        result = measured(run, world, chunks, splits, tokenizer, limit)
+        reference = restored_reference(run, world, checkpoint)
+        result = measured(run, world, chunks, splits, tokenizer, limit, reference)
         if world.is_rank0:
             say_page(strict_json.dumps(vars(result), indent=2) if as_json else _page(result))
 
@@ -74,8 +82,9 @@ def measured(
     splits: Splits,
     tokenizer: Path | None,
     limit: int | None,
+    reference: Sequence[object] = (),
 ) -> Measured:
-    """Return the cross entropy over the first `limit` samples of the validation split, or all; of
+    """Return the loss over the first `limit` samples of the validation split, or all; of
     synthetic tokens, over as many as the run evaluates.
     """
     assert splits.validation is not None
@@ -86,27 +95,27 @@ def measured(
         whole = max(1, run.trainer.eval_iters) * run.trainer.batch
     dynamic = run.parallel.hybrid_context_parallel
     data = batches(run, world, splits, "validation", whole if limit is None else min(limit, whole))
-    context = TrainContext(
-        run, world, TrainState(chunks, None, None), data, data, run_documents if dynamic else None
-    )
+    state = TrainState(chunks, None, None, reference=list(reference))
+    context = TrainContext(run, world, state, data, data, run_documents if dynamic else None)
     iters = data.steps
-    total = summed(context, data, iters)
-    assert total is not None  # only a request to stop returns None, and none is heeded here
-    nats, tokens = total
+    means = summed(context, data, iters)
+    assert means is not None  # only a request to stop returns None, and none is heeded here
+    loss = means["loss"]
+    tokens = int(means["tokens"])
     text_bytes = None
     if tokenizer is not None and run.data.kind != "mock":
         text_bytes = _bytes(world, data, iters, Tokenizer(tokenizer), alone=dynamic)
-    loss = nats / max(1, tokens)
-    plain = family_of(run.model).tokens_alone(run.model)
+    plain = family_of(run.model).tokens_alone(run.model) and not run.objective.pairs
     return Measured(
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)) if plain else None,
         bits_per_token=loss / math.log(2) if plain else None,
-        bits_per_byte=nats / math.log(2) / text_bytes if text_bytes and plain else None,
+        bits_per_byte=loss * tokens / math.log(2) / text_bytes if text_bytes and plain else None,
         tokens=tokens,
         bytes=text_bytes,
         samples=data.counted,
         seconds=time.perf_counter() - begin,
+        accuracy=means.get("reward_accuracy"),
     )
 
 
@@ -136,6 +145,8 @@ def _page(result: Measured) -> str:
     else:
         per_byte = f", {result.bits_per_byte:.4f} bits per byte of {result.bytes}"
     first = f"loss {result.loss:.4f} nats per token"
+    if result.accuracy is not None:
+        first = f"loss {result.loss:.4f}, accuracy {result.accuracy:.1%} of pairs"
     if result.perplexity is not None:
         first += (
             f", perplexity {result.perplexity:.2f}\n{result.bits_per_token:.4f} bits per"

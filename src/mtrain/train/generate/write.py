@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mtrain import strict_json
-from mtrain.assembly.model import build_model
+from mtrain.assembly.model import build_model, build_reference
 from mtrain.ckpt import state as ckpt_state
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.text.tokenizer import Tokenizer
@@ -53,3 +53,16 @@ def restored(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
     chunks = build_model(run, world, wrap=False)
     ckpt_state.load_model(ckpt_state.opened(checkpoint, run, world), chunks)
     return chunks
+
+
+def restored_reference(run: RunConfig, world: World, checkpoint: Path) -> list[object]:
+    """Return this rank's chunks of the frozen reference of a checkpoint; empty if the run has none.
+
+    Raises:
+        CorruptData: the checkpoint has no reference.
+    """
+    if not run.objective.copies:
+        return []
+    state = ckpt_state.TrainState([], None, None, reference=build_reference(run, world))
+    ckpt_state.opened(checkpoint, run, world).load(ckpt_state.reference_shards(state))
+    return state.reference

@@ -65,6 +65,7 @@ class Evaluation(Hook):
     def after_run(self, context: TrainContext) -> None:
         """Compare the last loss with the entropy of tokens drawn by their frequency."""
         comparable = family_of(context.run.model).tokens_alone(context.run.model)
+        comparable = comparable and not context.run.objective.pairs
         if self.last is None or self.entropy_nats is None or not comparable:
             return
         step, loss = self.last
@@ -89,30 +90,38 @@ class Evaluation(Hook):
         context.by_time.done(EVALUATE)
         if context.valid_data is None or not iters:
             return
-        total = None
+        means = None
         if not context.stops:
-            total = summed(context, context.valid_data, iters, until_stop=True)
-        if total is None:
+            means = summed(context, context.valid_data, iters, until_stop=True)
+        if means is None:
             context.stops = True
             what = f"the evaluation of step {context.state.step}"
             if context.state.step >= context.run.trainer.steps:
                 what = "the run is finished, its last evaluation"
             self.progress.note(f"stopped on request: {what} is left out")
             return
-        nats, tokens = total
-        loss = nats / max(1, tokens)
+        loss = means["loss"]
         samples = context.valid_data.counted
         self.last = (context.state.step, loss)
-        metrics = {"valid_loss": loss, "valid_samples": samples, "valid_tokens": tokens}
+        metrics: dict[str, float] = {
+            "valid_loss": loss,
+            "valid_samples": samples,
+            "valid_tokens": int(means["tokens"]),
+        }
+        if context.run.objective.pairs:
+            metrics |= {f"valid_{name}": means[name] for name in context.table.extra}
         context.hooks.log(context, context.state.step, metrics)
         context.hooks.call("after_evaluation", context, loss)
-        self.progress.note(_line(context, loss, samples))
+        line = _line(context, loss, samples)
+        if "valid_reward_accuracy" in metrics:
+            line += f", accuracy {metrics['valid_reward_accuracy']:.1%}"
+        self.progress.note(line)
 
 
 def _line(context: TrainContext, loss: float, samples: int) -> str:
     model = context.run.model
     perplexity = ""
-    if family_of(model).tokens_alone(model):
+    if family_of(model).tokens_alone(model) and not context.run.objective.pairs:
         # exp overflows above 709 nats
         perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}"
     over = "; ".join(filter(None, (perplexity, model.padding_in_words)))

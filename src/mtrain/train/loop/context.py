@@ -58,6 +58,10 @@ class TrainContext:
     """A function that computes the gradients of a step, with the arguments of `step.gradients`;
     None: that one.
     """
+    prepare: Callable[[TrainContext], None] | None = None
+    """A function that all ranks call once before they read the first sample, with the weights that
+    the run begins with.
+    """
     stop: StopRequest = field(default_factory=StopRequest)
     """Requests to stop that this rank got."""
     stops: bool = False
@@ -126,6 +130,8 @@ class TrainContext:
     @cached_property
     def prefetcher(self) -> BatchPrefetcher:
         """Return the prefetcher of the training samples."""
+        if self.prepare is not None:
+            self.prepare(self)
         plan = self.batch_sizes
         end = samples_of(plan, self.run.trainer.steps)
         prefetch = self.run.data.prefetch

@@ -43,6 +43,8 @@ from mtrain.train.loop.readings import (
 from mtrain.train.loop.readings import reduce_report as reduce_report
 from mtrain.train.loop.result import Launched, StepResult
 from mtrain.train.objectives import Objective
+from mtrain.train.pairs import ADDED, BASELINE, REFERENCE, mismatch_of, others_of
+from mtrain.train.reference import as_reference
 from mtrain.world.heartbeat import begin_phase, begin_step
 
 Forward = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Any]]
@@ -162,6 +164,8 @@ def _share_out(context: TrainContext, batches: Sequence[Batch]) -> None:
 
 def _leaves_out(run: RunConfig) -> bool:
     """Return whether a step may be divided by something else than its tokens."""
+    if run.objective.pairs:
+        return True
     d = run.data
     whole = d.kind in ("text", "indexed", "mock") and not d.packed and not d.eod_mask_loss
     return not (whole and run.trainer.loss_average == "token" and family_of(run.model).predicts_all)
@@ -188,23 +192,25 @@ def update(state: TrainState, counts: str) -> tuple[bool, float | torch.Tensor, 
 
 
 def evaluate(context: TrainContext, data: GlobalBatches, iters: int) -> float | None:
-    """Return the mean cross entropy per token over the first `iters` global batches of an
-    evaluation, in nats; see `summed`.
+    """Return the mean loss over the first `iters` global batches of an evaluation, in nats; see
+    `summed`.
     """
-    total = summed(context, data, iters)
-    return None if total is None else total[0] / max(1, total[1])
+    means = summed(context, data, iters)
+    return None if means is None else means["loss"]
 
 
 def summed(
     context: TrainContext, data: GlobalBatches, iters: int, *, until_stop: bool = False
-) -> tuple[float, int] | None:
-    """Return the cross entropy of the first `iters` global batches of an evaluation in nats, and
-    the number of tokens that it is over.
+) -> dict[str, float] | None:
+    """Return the metrics of the objective over the first `iters` global batches of an evaluation,
+    each divided by its own count over all of them; the loss in nats.
 
     The evaluation has as many batches as its samples fill. With `until_stop`, return None as soon
     as a rank gets a request to stop. Training goes on with the random numbers that it would have
     had: a router may draw in an evaluation too.
     """
+    if context.prepare is not None:
+        context.prepare(context)
     size = context.run.trainer.batch
     iters = iters if data.limit is None else min(iters, data.steps)
     total = _Sum(context.table)
@@ -233,7 +239,7 @@ def summed(
         total.add(0)
         for chunk in context.state.chunks:
             chunk.train()
-    return None if total.stops else (total.loss, total.tokens)
+    return None if total.stops else context.table.divided(total.row)
 
 
 class _Sum:
@@ -241,28 +247,84 @@ class _Sum:
 
     def __init__(self, table: MetricTable) -> None:
         self.table = table
-        self.loss = 0.0
-        self.tokens = 0
+        self.row = [0.0] * len(table)
         self.stops = False
         self.waiting: deque[Reading] = deque()
 
     def add(self, behind: int) -> None:
         """Add all reports but the last `behind`."""
         while len(self.waiting) > behind:
-            means = self.table.divided(self.waiting.popleft().read())
-            tokens = int(means["tokens"])
-            self.loss += means["loss"] * tokens
-            self.tokens += tokens
-            self.stops |= means["stops"] > 0
+            row = self.waiting.popleft().read()
+            self.row = [sum(pair) for pair in zip(self.row, row, strict=True)]
+            self.stops |= self.row[self.table.place("stops")] > 0
 
 
 def run_schedule(
     context: TrainContext, batches: Sequence[Batch], *, forward_only: bool
 ) -> list[torch.Tensor]:
     """Run the micro-batches of a step; return what `sum_loss` packs of each, on the last stage."""
+    batches = scored(context, batches)
     with _quantized_weights(context.run, forward_only):
         run = context.schedule or run_pipeline
         return run(context, batches, forward_only=forward_only)
+
+
+def scored(context: TrainContext, batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Return micro-batches with the reference's log-probabilities and, for an objective that reads
+    them, the divergence on answers to other prompts, on the last stage.
+    """
+    o = context.run.objective
+    given = o.reference == "precomputed"
+    if given or not (o.refers or o.mismatches) or any(ADDED & batch.keys() for batch in batches):
+        return batches
+    begin_phase("reference")
+    added: list[dict[str, torch.Tensor]] = [{} for _ in batches]
+    if o.refers:
+        found = log_probabilities(context, batches, o.reference)
+        for own, values in zip(added, found, strict=False):
+            own[REFERENCE] = values
+    if o.mismatches:
+        divergence = _divergence(context, [others_of(batch) for batch in batches])
+        for own in added:
+            own[BASELINE] = divergence
+    return [{**batch, **own} for batch, own in zip(batches, added, strict=True)]
+
+
+def log_probabilities(
+    context: TrainContext, batches: Sequence[Batch], kind: str | None
+) -> list[torch.Tensor]:
+    """Return the log-probability of each label [b, s] of micro-batches on the last stage, by the
+    reference of a kind; elsewhere nothing.
+    """
+    forward = partial(_score, context.objective)
+    with as_reference(context.state, kind) as chunks, torch.no_grad():
+        return run_pipeline(context, batches, forward_only=True, forward=forward, chunks=chunks)
+
+
+def _divergence(context: TrainContext, batches: Sequence[Batch]) -> torch.Tensor:
+    """Return the mean log(policy / reference) of all answers of the global batch, at least 0."""
+    o = context.run.objective
+    policy = log_probabilities(context, batches, "none")
+    refers = log_probabilities(context, batches, o.reference) if o.refers else None
+    ps = mcore.parallel_state
+    total = torch.zeros(2, dtype=torch.float64, device=context.world.torch_device)
+    for place, values in enumerate(policy):
+        other = None if refers is None else refers[place]
+        total += mismatch_of(values, batches[place]["loss_mask"], other)
+    if policy:
+        dist.all_reduce(total, group=ps.get_data_parallel_group())
+    return (total[0] / total[1].clamp(min=1)).clamp(min=0)
+
+
+def _score(objective: Objective, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    """Run the next micro-batch through a chunk of a reference model, whose output is its report."""
+    output, _ = forward_step(objective, iterator, model)
+    return output, _as_report
+
+
+def _as_report(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    count = torch.ones((), dtype=torch.int32, device=output.device)
+    return output.sum(), count, {"metrics": output}
 
 
 def _quantized_weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]:
@@ -284,11 +346,12 @@ def run_pipeline(
     *,
     forward_only: bool,
     forward: Forward | None = None,
+    chunks: list[Any] | None = None,
 ) -> list[torch.Tensor]:
     """Run `run_schedule` by megatron-core's schedules, with or without stages; `forward` replaces
-    `forward_step`.
+    `forward_step`, and `chunks` those that are trained.
     """
-    chunks = context.state.chunks
+    chunks = context.state.chunks if chunks is None else chunks
     run = context.run
     iterators = [iter(batches) for _ in chunks]
     # A function of the caller's has effects on the host, which a replayed graph would not repeat.

@@ -1,7 +1,7 @@
 """Objectives: what a run minimises, and the numbers that it reports of it.
 
 Every module of this package is one, with its class as `OBJECTIVE`; other packages add theirs under
-the entry point group `mtrain.objectives`. `trainer.objective` names one.
+the entry point group `mtrain.objectives`. `objective.name` names one.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class Objective:
 
     This rank's columns of all logits then exist at once, as with `kernels.loss=megatron`.
     """
+    reads_log_probabilities = False
+    """True if `loss` reads the log-probability of each label, which no logits of the whole
+    vocabulary need.
+    """
 
     def __init__(self, run: RunConfig) -> None:
         self.run = run
@@ -69,20 +73,21 @@ class Objective:
 
         Args:
             output: the sum of losses that the last stage of the model returned; with
-                `reads_logits`, its logits [b, s, v / tp].
+                `reads_logits`, its logits [b, s, v / tp]; with `reads_log_probabilities`, those of
+                the labels [b, s] in fp32.
             batch: the micro-batch that it was computed from.
         """
         raise NotImplementedError
 
 
 def objective_of(run: RunConfig) -> Objective:
-    """Return the objective that `trainer.objective` names.
+    """Return the objective that `objective.name` names.
 
     Raises:
         BadEnvironment: a plug-in does not load, or is no `Objective`.
         ConfigError: the objective reads logits that this run does not have.
     """
-    name = run.trainer.objective
+    name = run.objective.name
     # A name that ships wins: a plug-in cannot replace the loss of existing runs.
     if name in installed.shipped(__name__):
         kind = import_module(f"{__name__}.{name}").OBJECTIVE
@@ -110,7 +115,7 @@ def _require_logits(run: RunConfig) -> None:
         (
             not next_token,
             f"models of the family {run.model.family} have other losses too",
-            "trainer.objective=next_token",
+            "objective=next_token",
         ),
         (
             bool(run.model.mtp_num_layers),
@@ -128,9 +133,9 @@ def _require_logits(run: RunConfig) -> None:
             "log.token_accuracy=false",
         ),
     )
-    name = run.trainer.objective
+    name = run.objective.name
     problems = [
-        Problem("MT127", "trainer.objective", name, f"cannot read logits because {reason}", fix)
+        Problem("MT127", "objective.name", name, f"cannot read logits because {reason}", fix)
         for applies, reason, fix in reasons
         if applies
     ]

@@ -107,6 +107,8 @@ def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
                 recorder.declare(part, tensors)
     weights = [parameter for chunk in context.state.chunks for parameter in chunk.parameters()]
     recorder.declare("weights", weights)
+    frozen = [weight for chunk in context.state.reference for weight in chunk.parameters()]
+    recorder.declare("weights", frozen)
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
     recorder.declare("gradients", [g for g in gradients if isinstance(g, torch.Tensor)])
     for inner in inner_optimizers(context.state.optimizer):
@@ -142,6 +144,7 @@ def _step(recorder: Recorder, context: steps.TrainContext, batches: list[steps.B
     for chunk in context.state.chunks:
         chunk.zero_grad_buffer()
     context.state.optimizer.zero_grad()
+    batches = list(steps.scored(context, batches))
     with recorder.saving(), _own_attributes(context):
         if context.schedule is not None:
             run_documents(context, batches, forward_only=False, around=around)

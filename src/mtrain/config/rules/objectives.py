@@ -1,0 +1,133 @@
+"""Objectives of pairs of answers: their samples, their reference, and keys that exclude them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtrain.config.rules.batch import MICRO
+from mtrain.config.rules.finding import DP, Finding, each
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.schema.run import RunConfig
+
+NAME = "objective.name"
+DPO = "objective=dpo data=mock data.seq_length=64"
+ENCODERS = ("bert", "t5", "llava")
+
+
+@rule(
+    Code(
+        "MT328",
+        help="Use data=preference with objective=dpo, ipo, kto, orpo or simpo.",
+        example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
+    ),
+    reads=f"{NAME} data.kind",
+)
+def objective_samples(run: RunConfig) -> Iterator[Finding]:
+    """Cannot compute the loss because the objective and the samples do not go together."""
+    kind = run.data.kind
+    name = run.objective.name
+    if run.objective.pairs and kind not in ("preference", "mock"):
+        detail = f"objective {name} reads pairs of answers, and data.kind is {kind}"
+        yield Finding("MT328", NAME, detail, hint="data=preference", also=("data.kind",))
+    elif kind == "preference" and not run.objective.pairs:
+        detail = f"data.kind is preference, and objective {name} reads no pairs"
+        yield Finding("MT328", NAME, detail, hint="objective=dpo", also=("data.kind",))
+
+
+@rule(
+    Code("MT329", example=f"{DPO} trainer.z_loss_coeff=1e-4"),
+    reads=(
+        f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy trainer.loss_average"
+        " trainer.cuda_graph_impl data.kind data.packed data.fim.rate objective.reference"
+        " parallel.fsdp"
+    ),
+)
+def objective_terms(run: RunConfig) -> Iterator[Finding]:
+    """Cannot use this with an objective of pairs because its loss is of whole answers."""
+    if not run.objective.pairs:
+        return
+    terms: tuple[tuple[str, object, object, str], ...] = (
+        ("model.mtp_num_layers", run.model.mtp_num_layers, None, "further tokens have no answers"),
+        ("trainer.z_loss_coeff", run.trainer.z_loss_coeff, None, "z-loss is of single tokens"),
+        ("log.token_accuracy", run.log.token_accuracy, False, "answers are compared, not tokens"),
+        (
+            "trainer.loss_average",
+            run.trainer.loss_average != "token",
+            "token",
+            "the objective counts pairs",
+        ),
+        (
+            "trainer.cuda_graph_impl",
+            run.trainer.cuda_graph_impl != "none",
+            "none",
+            "log-probabilities are read between forward and backward",
+        ),
+        ("data.packed", run.data.packed, False, "each answer stands in a row of its own"),
+        ("data.fim.rate", run.data.fim.rate, 0.0, "answers keep their order"),
+        (
+            "parallel.fsdp",
+            run.objective.copies and run.parallel.fsdp != "none",
+            "none",
+            "the copy of objective.reference=frozen is not sharded",
+        ),
+    )
+    for key, is_set, off, why in terms:
+        # MT344 says so of the pairs of a file.
+        if is_set and not (key.startswith("data.") and run.data.kind == "preference"):
+            yield Finding("MT329", key, why, each(key, [off]))
+
+
+@rule(
+    Code(
+        "MT330",
+        help="Use a decoder-only model.",
+        example="model=bert_tiny objective=dpo data=mock",
+    ),
+    reads=f"{NAME} model.family",
+)
+def objective_family(run: RunConfig) -> Iterator[Finding]:
+    """Cannot compare answers because the model is no decoder of text only."""
+    if run.objective.pairs and run.model.family in ENCODERS:
+        detail = f"model.family is {run.model.family}"
+        hint = "model=llama_tiny, or another decoder-only model"
+        yield Finding("MT330", NAME, detail, hint=hint, also=("model.family",))
+
+
+@rule(
+    Code("MT331", example=f"{DPO} {MICRO}=1"),
+    reads=f"{NAME} {MICRO} trainer.global_batch_size {DP}",
+)
+def whole_pairs(run: RunConfig) -> Iterator[Finding]:
+    """Cannot compare answers because a micro-batch holds half of a pair, which is two samples."""
+    t = run.trainer
+    if not run.objective.pairs or t.micro % 2 == 0:
+        return
+    rows = t.batch // run.parallel.dp
+    even = [size for size in (t.micro - 1, t.micro + 1, 2) if size and rows % size == 0]
+    yield Finding("MT331", MICRO, f"{t.micro} samples", each(MICRO, even))
+
+
+@rule("MT333", reads=f"{NAME} objective.reference data.kind")
+def precomputed_reference(run: RunConfig) -> Iterator[Finding]:
+    """Require answers that are known before training where the reference is computed then."""
+    o = run.objective
+    if o.reference != "precomputed" or not o.pairs:
+        return
+    frozen = each("objective.reference", ["frozen"])
+    if run.data.kind != "preference":
+        detail = f"data.kind is {run.data.kind}, and its samples never end"
+        yield Finding("MT333", "objective.reference", detail, frozen)
+    elif o.mismatches:
+        detail = f"objective {o.name} also reads answers after other prompts"
+        yield Finding("MT333", "objective.reference", detail, frozen)
+
+
+@rule(
+    Code("MT332", example=f"{DPO} objective.reference=adapter_off"),
+    reads=f"{NAME} objective.reference peft.kind",
+)
+def reference_without_adapters(run: RunConfig) -> Iterator[Finding]:
+    """Cannot switch adapters off because the run trains none, so policy and reference are one."""
+    if run.objective.reference == "adapter_off" and run.peft.kind is None:
+        fixes = [*each("objective.reference", ["frozen"]), {"peft.kind": "lora"}]
+        yield Finding("MT332", "objective.reference", "peft.kind is null", fixes)
