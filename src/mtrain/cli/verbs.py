@@ -36,6 +36,7 @@ NAMES = (
     "compare",
     "bisect",
     "watch",
+    "profile",
     "checkpoint",
     "completion",
     "explain",
