@@ -110,8 +110,10 @@ def _made(home: Path, request: Mapping[str, Any]) -> Path:
     except FileExistsError:
         rule = f"another request waits for {home}"
         raise refusal(rule, f"the command again, or remove {file}", "MT380") from None
+    except OSError:  # a file system without hard links
+        draft.replace(file)
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     say(f"asked {home} for a profile of its next steps")
     try:
         return _awaited(home, request, watched)
@@ -123,9 +125,11 @@ def _made(home: Path, request: Mapping[str, Any]) -> Path:
 
 
 def _awaited(home: Path, request: Mapping[str, Any], watched: Watched) -> Path:
+    asked = watched.place.attempt
     while True:
         watched.look()
-        over = watched.over
+        # The next attempt of a run that failed knows nothing of the request.
+        over = watched.over or watched.place.attempt != asked
         for folder, facts in _profiles(home):
             if facts.get("id") == request["id"] and _is_whole(folder, facts):
                 return folder
