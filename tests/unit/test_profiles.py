@@ -146,7 +146,7 @@ def test_profiles_merge_puts_ranks_on_one_clock(tmp_path: Path) -> None:
     assert [event["dur"] for event in backwards] == pytest.approx([240, 240])
 
 
-def test_clocks_offsets_of_four_skewed_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_clocks_offsets_of_four_skewed_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with the injected skew: within 1 ms."""
     skew = {rank: rank * 1_700_000_000 for rank in range(4)}
     here = threading.local()
@@ -168,12 +168,12 @@ def test_clocks_offsets_of_four_skewed_ranks(monkeypatch: pytest.MonkeyPatch) ->
         assert abs(offset + skew[number]) <= min(1_000_000, error + 1000 if number else 0)
 
 
-def test_clocks_without_an_answer_stay_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_clocks_without_an_answer_stay_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "WITHIN", clocks.timedelta(milliseconds=20))
     assert clocks.offset_ns(dist.HashStore(), 1, [0, 1], "clock/1") is None
 
 
-def test_labels_axis_of_groups() -> None:
+def test_profiles_axis_of_groups() -> None:
     named = {"TENSOR_MODEL_PARALLEL_GROUP": "tp", "DATA_PARALLEL_GROUP_WITH_CP": "dp"}
     named |= {"EXPERT_MODEL_PARALLEL_GROUP": "ep", "EXPERT_DATA_PARALLEL_GROUP": "dp"}
     named |= {"PIPELINE_MODEL_PARALLEL_GROUP": "pp", "CONTEXT_PARALLEL_GROUP": "cp"}
@@ -201,7 +201,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_profile_asks_a_run_and_leaves_no_request(
+def test_profiles_verb_asks_a_run_and_leaves_no_request(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def serve() -> None:
@@ -219,14 +219,14 @@ def test_profile_asks_a_run_and_leaves_no_request(
     served.join()
     out = capsys.readouterr().out
     assert "gemm" in out
-    assert "communication that nothing hides: 31.0% of the step" in out
+    assert "communication that nothing hides: 22.5% of the step" in out
     assert not list(home.glob("*request*"))
     assert main(["profile", "show", str(home), "--json"]) == 0
     (first, _) = json.loads(capsys.readouterr().out)["ranks"]
     assert sum(first["parts_s"].values()) == pytest.approx(first["step_s"])
 
 
-def test_profile_refuses_what_cannot_be(
+def test_profiles_verb_refuses_what_cannot_be(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*words: str) -> str:

@@ -180,7 +180,7 @@ def test_views_series_stays_bounded() -> None:
     assert sparkline([1.0, None, 1.0], 8, ASCII) == "_!_"
 
 
-def test_watch_once_prints_one_frame(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_views_watch_once_prints_one_frame(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(home), "--once"]) == 0
     assert "40/100" in capsys.readouterr().out
     assert main(["watch", str(home / "none")]) == 2
@@ -189,7 +189,7 @@ def test_watch_once_prints_one_frame(home: Path, capsys: pytest.CaptureFixture[s
     assert "MT002" in capsys.readouterr().err
 
 
-def test_watch_ends_with_the_run_or_at_ctrl_c(
+def test_views_watch_ends_with_the_run_or_at_ctrl_c(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "is_owned", lambda home: True)
