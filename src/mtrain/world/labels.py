@@ -7,20 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from mtrain.views.profiles import PREFIX, axis_of
 
 STEP = "step"
 
 
-class Mark(Protocol):
-    """A range of a profile, which a context manager opens and closes."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: object) -> Any: ...
+Mark = AbstractContextManager[Any]
+"""A range of a profile."""
 
 
 class Labels:

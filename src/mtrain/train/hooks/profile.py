@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -185,13 +185,13 @@ class _Making:
         facts_file(self.folder, self.rank).write_text(facts)
         if profiler is not None:
             trace = trace_file(self.folder, self.rank)
-            # A trace that is there is whole.
+            # A trace that exists is whole.
             draft = trace.with_name(f".{trace.name}")
             profiler.export_chrome_trace(str(draft))
             draft.replace(trace)
 
 
-class _Together:
+class _Together(AbstractContextManager[None]):
     """Several ranges that begin and end together."""
 
     def __init__(self, marks: list[Mark]) -> None:
