@@ -43,7 +43,7 @@ def job(home: Path, ranks: int, **parallel: Any) -> None:
         real = clocks.now_ns
         clocks.now_ns = lambda: real() - SKEW_NS * dist.get_rank()
         keys = {"train_iters": 5, "eval_iters": 0, "profile_step": 2, "sample_tokens": 0}
-        run = tiny_run(trainer=keys, ranks=ranks, **parallel)
+        run = tiny_run(trainer=keys, optim={"warmup_iters": 1}, ranks=ranks, **parallel)
         train(run, lambda _: Paths(home), lambda *_: None)
         return Labels.now is None
 
