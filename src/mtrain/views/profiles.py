@@ -29,15 +29,14 @@ CONTENT = ("torch", "memory", "stacks", "shapes", "flops", "nsys")
 MATMUL = re.compile(r"(^|_)(add|b|badd|scaled_)?mm|matmul|linear|gemm|einsum")
 ATTENTION = ("attention", "flash", "fmha")
 PHASES = {f"{PREFIX}data": "data", f"{PREFIX}optimizer": "update"}
-PARTS = (
-    *("gemm", "attention", "memory", "tp", "cp", "pp", "ep", "dp", "bubble", "update", "data"),
-    *("waiting", "sync", "host"),
-)
+COMMUNICATION = ("tp", "cp", "pp", "ep", "dp")
+COMPUTATION = ("gemm", "attention", "memory")
+PARTS = (*COMPUTATION, *COMMUNICATION, "bubble", "update", "data", "waiting", "sync", "host")
 """Parts of a step, in the terms of the plan. waiting: for a rank that comes later to a collective;
 sync: the device has no work because the host waits for it; host: Python and the launch of
 operations, on a GPU only where the device has no work.
 """
-ORDER = ("gemm", "attention", "memory", "tp", "cp", "pp", "ep", "dp", "waiting", "sync")
+ORDER = (*COMPUTATION, *COMMUNICATION, "waiting", "sync")
 """Parts of a device's step, of which the first that is going on counts."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|matmul|(^|_)mm")
