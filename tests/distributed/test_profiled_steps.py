@@ -75,8 +75,8 @@ def check(home: Path, ranks: int) -> None:
         shifts = []
         for one in found:
             body = json.loads(gzip.decompress(trace_file(folder, one.rank).read_bytes()))
-            (mark,) = (event for event in body["traceEvents"] if event.get("name") == CLOCK)
-            (placed,) = (event for event in one.events if event.get("name") == CLOCK)
+            (mark,) = (event for event in body["traceEvents"] if event.get("name") == f"{CLOCK} 0")
+            (placed,) = (event for event in one.events if event.get("name") == f"{CLOCK} 0")
             shifts.append(placed["ts"] - mark["ts"] - body["baseTimeNanoseconds"] / 1e3)
         assert max(shifts) - min(shifts) < 1000
         merged = json.loads(gzip.decompress(merge(folder, found).read_bytes()))["traceEvents"]

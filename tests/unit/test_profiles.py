@@ -38,7 +38,7 @@ def step(rank: int) -> list[dict[str, Any]]:
     """Return a step of 1,000 us, in which rank 1 comes 150 us later to a collective."""
     call = 300 if rank == 0 else 450
     return [
-        span(CLOCK, -10, -9),
+        span(f"{CLOCK} 0", -10, -9),
         span("mtrain:step", 0, 1000),
         span("mtrain:data", 0, 50),
         span("mtrain:forward_backward", 50, 800),
@@ -74,7 +74,7 @@ def write(home: Path, number: int, ranks: int, skew_us: float = 0.0, request: st
         events = [event | {"ts": event["ts"] + base} for event in step(rank)]
         with gzip.open(trace_file(folder, rank), "wt") as file:
             json.dump({"traceEvents": [*events, {"ph": "s", "id": 3, "ts": base, "pid": 7}]}, file)
-        own = {"rank": rank, "coords": {"tp": rank}, "step_s": 1e-3, "error_ns": 1000}
+        own = {"rank": rank, "coords": {"tp": rank}, "step_s": 1e-3, "error_ns": 1000, "mark": 0}
         own |= {
             "clock_ns": int(1e3 * (1e9 - skew_us * rank)),
             "offset_ns": int(1e3 * skew_us * rank),

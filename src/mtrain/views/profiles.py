@@ -121,20 +121,21 @@ def traces(folder: Path) -> list[Profiled]:
         if not path.is_file():
             continue
         events = _json(gzip.decompress(path.read_bytes()), path)["traceEvents"]
-        clock = [event for event in events if event.get("name") == CLOCK]
+        mark = f"{CLOCK} {facts['mark']}"
+        clock = [event for event in events if event.get("name") == mark]
         if not clock:
             raise CorruptData(f"{path}: cannot be read because its clock has no mark")
         offset = facts["offset_ns"]
         at_us = (facts["clock_ns"] + (offset or 0)) / 1e3
-        marks[facts["rank"]] = (at_us, clock[0]["ts"])
+        marks[facts["rank"]] = (at_us, clock[0]["ts"] + clock[0]["dur"] / 2)
         error = None if offset is None else facts["error_ns"] / 1e3
         found.append(Profiled(facts["rank"], facts["coords"], events, facts["step_s"], error))
     origin = min((at for at, _ in marks.values()), default=0.0)
     for one in found:
-        at, mark = marks[one.rank]
+        at, there = marks[one.rank]
         for event in one.events:
             if "ts" in event:
-                event["ts"] += at - origin - mark
+                event["ts"] += at - origin - there
     return found
 
 
