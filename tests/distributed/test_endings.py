@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import io
 import json
 import os
@@ -407,14 +406,6 @@ def test_ending_skipped_update_reports_its_limit(scale: float | None, words: str
         return Progress(tiny_run(), speaks=False)._line(result)  # type: ignore[arg-type]
 
     assert words in run_alone(line)
-
-
-def test_ending_trace_is_written_by_one_rank_compressed(tmp_path: Path) -> None:
-    end, _ = run_ranks(2, lambda: train(small(ranks=2, tp=2, profiled=True), tmp_path))
-    assert end.error == "", end.said
-    assert [path.name for path in tmp_path.glob("trace*")] == ["trace_rank0.json.gz"]
-    trace = json.loads(gzip.decompress((tmp_path / "trace_rank0.json.gz").read_bytes()))
-    assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
 
 
 def test_ending_device_memory_has_three_figures(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ def write(home: Path, *events: dict[str, Any]) -> None:
     (home / "events/0001.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
 
 
-def test_views_straggler_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_views_straggler_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Read the warning of the hook itself: the view recognises its words."""
     import_engine()
     from mtrain.train.hooks.stragglers import Stragglers

@@ -69,6 +69,8 @@ def looked(home: Path, *, owned: bool = True) -> Watched:
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_views_frame_at_80_columns_has_every_fact(home: Path, encoding: str) -> None:
     write(home, event("warning", 40, text="the disk \x1b[31m is slow\u2026 " + "x" * 80))
+    # The memory of all ranks, of which one gave none.
+    write(home, event("memory", 40, ranks=[{"peak_bytes": 70 << 30}, None]))
     frame = plain([looked(home)], 80, encoding)
     lines = frame.splitlines()
     assert max(map(len, lines)) <= 80
@@ -79,7 +81,7 @@ def test_views_frame_at_80_columns_has_every_fact(home: Path, encoding: str) -> 
     assert rows["loss"].endswith("valid 4.2500 at 40")
     assert rows["grad"] == "norm 0.500  lr 1.00e-04"
     assert rows["rate"] == "3.20k tokens/s  MFU 41.2%  2 s/step  data wait 1.0%"
-    assert rows["memory"].startswith("peak 60.0 GiB of 80.0 GiB  planned 63.0 GiB  [")
+    assert rows["memory"].startswith("peak 70.0 GiB of 80.0 GiB  planned 63.0 GiB  [")
     assert rows["save"] == "next at 60 in 40.0s  last at 30"
     assert rows["goodput"] == "80.0%  saving 20.0%"
     assert rows["alert"].startswith("step 40: the disk \\x1b[31m")
@@ -178,7 +180,7 @@ def test_views_series_stays_bounded() -> None:
     assert sparkline([1.0, None, 1.0], 8, ASCII) == "_!_"
 
 
-def test_watch_once_prints_one_frame(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_views_watch_once_prints_one_frame(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(home), "--once"]) == 0
     assert "40/100" in capsys.readouterr().out
     assert main(["watch", str(home / "none")]) == 2
@@ -187,7 +189,7 @@ def test_watch_once_prints_one_frame(home: Path, capsys: pytest.CaptureFixture[s
     assert "MT002" in capsys.readouterr().err
 
 
-def test_watch_ends_with_the_run_or_at_ctrl_c(
+def test_views_watch_ends_with_the_run_or_at_ctrl_c(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "is_owned", lambda home: True)

@@ -37,6 +37,7 @@ NAMES = (
     "bisect",
     "report",
     "watch",
+    "profile",
     "checkpoint",
     "completion",
     "explain",

@@ -116,6 +116,7 @@ def rows(
     full = first_full(run)
     steps = [line for line in lines if "step_s" in line and line.get("step", full) >= full]
     steps = steps[FIRST_STEPS:] or steps
+    steps = [line for line in steps if not line.get("profiled")] or steps
     out = []
     for key in ("step_s", "forward_backward_s", "optimizer_s"):
         seen = [line[key] for line in steps if _number(line.get(key))]

@@ -95,6 +95,7 @@ def shrink(
                 "eval_minutes": None,
                 "sample_tokens": 0,
                 "profile_step": None,
+                "profile_every": None,
             }
         ),
         "kernels": run.kernels.model_copy(update=on_a_cpu(run)),

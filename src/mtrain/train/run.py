@@ -189,9 +189,8 @@ def run_hooks(
         hooks.append(Replicas(run.resilience.replica_check_interval))
     if run.resilience.straggler_interval is not None:
         hooks.append(Stragglers(run.resilience))
-    if run.trainer.profile_step:
-        # first, so that the trace has the work of no other hook
-        hooks.insert(0, Profile(folder, run.trainer.profile_step, run.trainer.profile_ranks))
+    # first, so that a trace has the work of no other hook
+    hooks.insert(0, Profile(folder, run))
     if run.trainer.cuda_graph_impl == "transformer_engine":
         hooks.append(Graphs(run))
     if faults.armed():

@@ -95,6 +95,8 @@ class Watched:
         self.evaluation: tuple[int, float] | None = None
         self.saved: tuple[int, float] | None = None
         """The step of the last checkpoint, and the wall clock then."""
+        self.peak: float | None = None
+        """The largest peak of a rank in the last sample of all ranks."""
         self.alerts: deque[tuple[int, str]] = deque(maxlen=ALERTS)
         self.slow: dict[str, tuple[int, str]] = {}
         """The rank and its machine -> the step of its last warning, and how slow it is."""
@@ -177,7 +179,7 @@ class Watched:
     @property
     def memory(self) -> tuple[float | None, float | None, float | None]:
         """Return the peak of a rank, the planned one, and the memory of a device in bytes."""
-        peak = number(self.values.get("peak_bytes"))
+        peak = self.peak or number(self.values.get("peak_bytes"))
         planned = number(self.values.get("planned_peak_bytes"))
         if peak is None:
             with suppress(CorruptData, OSError):
@@ -237,6 +239,9 @@ class Watched:
             self._life_due = 0.0
             if event.get("why"):
                 self.alerts.append((step, str(event["why"])))
+        elif kind == "memory" and isinstance(event.get("ranks"), list):
+            peaks = (number(_of(rank, "peak_bytes")) for rank in event["ranks"])
+            self.peak = max((peak for peak in peaks if peak is not None), default=self.peak)
         elif kind in (log.WARNING, "alert"):
             self._warn(step, _text(event))
 

@@ -21,6 +21,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtrain.world.heartbeat import heartbeat
+from mtrain.world.labels import Labels
 from mtrain.world.own_time import OwnTime
 
 if TYPE_CHECKING:
@@ -271,6 +272,18 @@ def _recorded(ring: Ring, real: Callable[..., Any], operation: bytes) -> Callabl
     main = threading.main_thread()
 
     def recorded(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        labels = Labels.now
+        if labels is not None and threading.current_thread() is main:
+            return labelled(labels, ring, group, args, kwargs)
+        return call(ring, group, args, kwargs)
+
+    def labelled(labels: Labels, ring: Ring, group: ProcessGroup, args: Any, kwargs: Any) -> Any:
+        with labels.collective(operation.decode(), group) as name:
+            work = call(ring, group, args, kwargs)
+        labels.calls[id(work)] = name
+        return work
+
+    def call(ring: Ring, group: ProcessGroup, args: Any, kwargs: Any) -> Any:
         offset = ring.begin(operation, group, args)
         # A first collective connects its ranks, and so may wait for them here.
         waits = threading.current_thread() is main
@@ -295,7 +308,12 @@ def _awaited(ring: Ring, real: Callable[..., Any]) -> Callable[..., Any]:
         if offset is not None:
             states[offset + STATE] = WAITED_FOR
         begun = OwnTime.pause()
-        done = real(work, *args, **kwargs)
+        labels = Labels.now
+        if labels is None or threading.current_thread() is not threading.main_thread():
+            done = real(work, *args, **kwargs)
+        else:
+            with labels.wait(work):
+                done = real(work, *args, **kwargs)
         OwnTime.resume(begun)
         if offset is not None:
             states[offset + STATE] = DONE

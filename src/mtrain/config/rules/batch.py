@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.batches import MOST_STAGES, counted, stages
 from mtrain.config.rules.finding import (
     DP,
@@ -168,6 +169,20 @@ def profile_range(run: RunConfig) -> Iterator[Finding]:
         yield Finding(
             "MT134", "trainer.profile_ranks", detail, each("trainer.profile_ranks", [there])
         )
+
+
+@rule(
+    Code("MT383", example="trainer.profile_step=2 trainer.profile_content=[nsys]"),
+    reads="trainer.profile_step trainer.profile_content cluster.device",
+)
+def profile_ranges(run: RunConfig) -> Iterator[Finding]:
+    """Cannot mark ranges for Nsight Systems because the device is a CPU, where it records none."""
+    t = run.trainer
+    if t.profile_step and "nsys" in t.profile_content and facts_of(run.cluster.device).on_host:
+        rest = tuple(one for one in t.profile_content if one != "nsys") or ("torch",)
+        detail = f"cluster.device={run.cluster.device}"
+        fixes = each("trainer.profile_content", [rest])
+        yield Finding("MT383", "trainer.profile_content", detail, fixes)
 
 
 @rule(

@@ -19,6 +19,7 @@ from mtrain.config.schema.base import (
 
 Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
 StopSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
+ProfileContent = Literal["torch", "memory", "stacks", "shapes", "flops", "nsys"]
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
 
@@ -156,12 +157,24 @@ class UnresolvedTrainer(Section):
     sample_prompt: Annotated[str, Key(effect=Effect.RUNTIME)] = "def "
     """The prompt of the generated text."""
     profile_step: Annotated[PositiveInt | None, Key(effect=Effect.RUNTIME)] = None
-    """Write a torch.profiler trace of this step to the run folder; null: none."""
+    """Profile this step into `profiles/` of the run folder; null: none, until `profile` asks."""
+    profile_every: Annotated[
+        PositiveInt | None,
+        Key(when="trainer.profile_step", effect=Effect.RUNTIME, unit="steps"),
+    ] = None
+    """Steps from profile_step to the next profiled one, and so on; null: only that step."""
     profile_ranks: Annotated[
         tuple[Rank, ...], Key(when="trainer.profile_step", effect=Effect.RUNTIME)
     ] = Field(default=(0,), strict=False)
     """The ranks that write a trace, each as `trace_rank0.json.gz`; a trace is large, and all ranks
     share the folder.
+    """
+    profile_content: Annotated[
+        tuple[ProfileContent, ...], Key(when="trainer.profile_step", effect=Effect.RUNTIME)
+    ] = Field(default=("torch",), strict=False)
+    """The content of a profile. torch: a trace by torch.profiler, to which memory adds allocations,
+    stacks the Python stack of each operation, shapes those of its inputs and flops its FLOPs; nsys:
+    NVTX ranges of steps, phases, micro-batches and collectives, for Nsight Systems.
     """
     sync_debug: Annotated[Literal["none", "warn", "error"], Key(effect=Effect.RUNTIME)] = "none"
     """The mode of `torch.cuda.set_sync_debug_mode` in a step, from the fourth step of a process on:

@@ -47,9 +47,10 @@ class Metrics(Hook):
     linear layers multiply in; where weights have another, mfu_bf16 or mfu_fp16 of its peak. Where
     samples may be padded: padding_share, of their positions. Further metrics of the objective:
     z_loss with `trainer.z_loss_coeff` (no part of loss), token_accuracy with `log.token_accuracy`;
-    rewards, lengths and divergences of pairs of answers (`mtrain.train.pairs`).
-    fp16: loss_scale, and skipped where the update was; the norm of a gradient that overflowed is
-    null, as is every number that is not finite. `hooks.planned` adds what was planned of the step.
+    rewards, lengths and divergences of pairs of answers (`mtrain.train.pairs`). profiled: true in a
+    step that a profile made longer. fp16: loss_scale, and skipped where the update was; the norm of
+    a gradient that overflowed is null, as is every number that is not finite. `hooks.planned` adds
+    what was planned of the step.
     Lines of an evaluation have time, step, valid_loss, and valid_samples and valid_tokens, which it
     is over; of pairs of answers also their further metrics after `valid_`.
     """

@@ -79,6 +79,8 @@ class Planned(Hook):
         """Compare after `AFTER` steps of the whole batch."""
         if self.plan is None or len(self.lines) >= AFTER or result.step < first_full(context.run):
             return
+        if result.step in context.profiled:
+            return
         self.lines.append({f"{name}_s": value for name, value in result.seconds.items()})
         self.last = result.step
         if len(self.lines) == AFTER:

@@ -42,7 +42,7 @@ class Stragglers(Hook):
 
     def after_step(self, context: TrainContext, result: StepResult) -> None:
         """Write a report, and on rank 0 read the one before."""
-        if "own" in result.seconds:
+        if "own" in result.seconds and result.step not in context.profiled:
             self.own_s.append(result.seconds["own"])
         if result.step % self.interval or not self.own_s:
             return

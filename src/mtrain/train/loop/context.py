@@ -70,6 +70,8 @@ class TrainContext:
     """Set by the trainer."""
     meter: Meter = field(default_factory=Meter)
     """The clock of the causes of `goodput`."""
+    profiled: range = range(0)
+    """The steps of the last profile: their times are not those of other steps."""
     measures: list[Measure] = field(default_factory=list)
     """Functions that add to the record of a step; hooks append theirs in `start`."""
 

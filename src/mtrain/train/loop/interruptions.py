@@ -21,8 +21,11 @@ from mtrain.config.schema.run import RunConfig
 EVALUATE = 1
 SAVE = 2
 COMMITTED = 4
-"""Bits of what is due. COMMITTED: a save that goes on in the background has become a checkpoint."""
-FAILED = 8
+PROFILE = 8
+"""Bits of what is due. COMMITTED: a save that goes on in the background has become a checkpoint;
+PROFILE: rank 0 got a request to profile steps.
+"""
+FAILED = 16
 """The number that each rank adds whose part of a save in the background failed. It is above all
 bits, so any number of ranks may add it.
 """
@@ -60,6 +63,8 @@ class ByTime:
         self._last = dict.fromkeys(self._every, clock())
         self.now = 0
         """Bits that all ranks know to be due after the last step."""
+        self.profile = False
+        """True on rank 0 while a request to profile steps waits."""
         self.saving = 0
         """COMMITTED or FAILED, as this rank knows of its save in the background."""
 
@@ -74,11 +79,12 @@ class ByTime:
         # Clocks of ranks differ: if each had a say, a step could be due for half of them.
         if rank:
             return self.saving & FAILED
+        asked = self.saving + PROFILE * self.profile
         if not self._every:
-            return self.saving
+            return asked
         now = self._clock()
         due = (bit for bit, seconds in self._every.items() if now - self._last[bit] >= seconds)
-        return self.saving + sum(due)
+        return asked + sum(due)
 
     @property
     def save_failed(self) -> bool:
@@ -88,7 +94,7 @@ class ByTime:
     def save_settled(self) -> None:
         """Forget how the save in the background ended: all ranks have acted on it."""
         self.saving = 0
-        self.now &= EVALUATE | SAVE
+        self.now &= EVALUATE | SAVE | PROFILE
 
     def done(self, bit: int) -> None:
         """Count from now on: it was just done, whatever the reason."""

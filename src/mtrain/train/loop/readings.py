@@ -22,6 +22,7 @@ from mtrain.plan.count import flops_of_token
 from mtrain.train.objectives import SUM, Metric
 from mtrain.world.heartbeat import begin_phase, waiting
 from mtrain.world.init import World
+from mtrain.world.labels import STEP, Labels, labelled
 from mtrain.world.own_time import OwnTime
 
 AHEAD = 1
@@ -171,6 +172,7 @@ class Clock:
         """Begin a step; `own`: also count the time in which this rank works itself."""
         self._device = device
         self._own = OwnTime(device) if own else None
+        self._label = None if Labels.now is None else Labels.now.opened(STEP)
         self._begin = device.event()
         self._phases: dict[str, tuple[Event, Event]] = {}
         self._end: Event | None = None
@@ -181,12 +183,15 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         """Time the work that is given to the device inside."""
         begin = self._device.event()
-        yield
+        with labelled(name):
+            yield
         self._phases[name] = begin, self._device.event()
 
     def stop(self) -> None:
         """Note the end of the step."""
         self._end = self._device.event()
+        if self._label is not None:
+            self._label.__exit__(None, None, None)
         if self._own is not None:
             self._own.stop()
 

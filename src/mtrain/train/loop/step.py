@@ -46,6 +46,7 @@ from mtrain.train.objectives import Objective
 from mtrain.train.pairs import ADDED, BASELINE, REFERENCE, mismatch_of, others_of
 from mtrain.train.reference import as_reference
 from mtrain.world.heartbeat import begin_phase, begin_step
+from mtrain.world.labels import labelled
 
 Forward = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Any]]
 """One micro-batch through one chunk of the model: `forward_step` of an objective."""
@@ -387,7 +388,7 @@ def forward_step(
         packed_documents.max_seqlen_kv = longest
     listed = (*MicroBatch.__annotations__, DOCUMENTS, TALLY)
     own = {key: value for key, value in batch.items() if key not in listed}
-    with padding_is(batch.get("padding")):
+    with padding_is(batch.get("padding")), labelled("forward", numbered=True):
         output = model(
             tokens,
             places,

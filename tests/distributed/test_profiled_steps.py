@@ -1,0 +1,127 @@
+"""Profiles of a run's steps: by its configuration and on request, over ranks with skewed clocks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mtrain.views.profiles import (
+    CLOCK,
+    PARTS,
+    Request,
+    folder_of,
+    measure,
+    merge,
+    trace_file,
+    traces,
+)
+from mtrain.world.labels import Labels, labelled
+from tests.support.forked import import_engine, run_ranks
+from tests.support.runs import tiny_run
+
+REQUEST = {"id": "asked", "steps": 2, "ranks": None, "content": ["torch", "shapes"]}
+SKEW_NS = 1_700_000_000
+
+
+def job(home: Path, ranks: int, **parallel: Any) -> None:
+    """Train on some ranks, the clock of each behind that of the one before, with a profile of step
+    2 and a request that the run finds after its first step.
+    """
+
+    def rank() -> bool:
+        from mtrain.train.run import Paths, train
+        from mtrain.world import clocks
+
+        real = clocks.now_ns
+        clocks.now_ns = lambda: real() - SKEW_NS * dist.get_rank()
+        keys = {"train_iters": 5, "eval_iters": 0, "profile_step": 2, "sample_tokens": 0}
+        run = tiny_run(trainer=keys, optim={"warmup_iters": 1}, ranks=ranks, **parallel)
+        train(run, lambda _: Paths(home), lambda *_: None)
+        return Labels.now is None
+
+    (home / "profile.request").write_text(json.dumps(REQUEST))
+    assert run_ranks(ranks, rank, timeout_s=240) == [True] * ranks
+
+
+def check(home: Path, ranks: int) -> None:
+    """Check the profiles of `job`: clocks, parts, labels, and what the run left behind."""
+    lines = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if "lr" in line}
+    assert [step for step, line in steps.items() if "profiled" in line] == [2, 3, 4]
+    assert not list(home.glob("*request*"))
+    assert len(list((home / "profiles").iterdir())) == 2
+    for first, last in ((2, 2), (3, 4)):
+        folder = folder_of(home, first)
+        found = traces(folder)
+        # By the key only rank 0 writes a trace, on request all ranks.
+        assert len(found) == (ranks if first == 3 else 1)
+        measure(found)
+        assert sum(found[0].parts.values()) / 1e6 == pytest.approx(steps[last]["step_s"], rel=0.02)
+        for one in found:
+            assert sum(one.parts.values()) / 1e6 == pytest.approx(one.step_s, rel=0.02)
+            assert set(one.parts) == set(PARTS)
+            assert min(one.parts.values()) >= 0 < one.parts["gemm"]
+        if ranks > 1:
+            assert found[0].parts["tp"] > 0
+        # The profiler's own clock is not skewed here: the same shift must fit all ranks.
+        shifts = []
+        for one in found:
+            body = json.loads(gzip.decompress(trace_file(folder, one.rank).read_bytes()))
+            (mark,) = (event for event in body["traceEvents"] if event.get("name") == f"{CLOCK} 0")
+            (placed,) = (event for event in one.events if event.get("name") == f"{CLOCK} 0")
+            shifts.append(placed["ts"] - mark["ts"] - body["baseTimeNanoseconds"] / 1e3)
+        assert max(shifts) - min(shifts) < 1000
+        merged = json.loads(gzip.decompress(merge(folder, found).read_bytes()))["traceEvents"]
+        names = {event.get("name") for event in merged}
+        for label in ("mtrain:step", "mtrain:forward 1", "mtrain:backward 1", "mtrain:optimizer"):
+            assert label in names
+
+
+def test_profiled_steps_on_request_and_by_key(tmp_path: Path) -> None:
+    job(tmp_path, 2, tp=2)
+    check(tmp_path, 2)
+
+
+@pytest.mark.full
+def test_profiled_steps_of_four_skewed_ranks_agree(tmp_path: Path) -> None:
+    job(tmp_path, 4, tp=2, pp=2)
+    check(tmp_path, 4)
+
+
+def test_profiled_steps_nsys_marks_ranges(tmp_path: Path) -> None:
+    """Mark with a namespace that notes what torch.cuda would do."""
+    import_engine()
+    from mtrain.train.hooks.profile import _Making
+
+    done: list[str] = []
+
+    @contextmanager
+    def marked(name: str) -> Iterator[None]:
+        done.append(name)
+        yield
+        done.append("end")
+
+    runtime = SimpleNamespace(
+        cudaProfilerStart=lambda: done.append("start"), cudaProfilerStop=lambda: done.append("stop")
+    )
+    namespace = SimpleNamespace(nvtx=SimpleNamespace(range=marked), cudart=lambda: runtime)
+    device = SimpleNamespace(namespace=namespace)
+    world = SimpleNamespace(rank=0, store=dist.HashStore(), coords={"pp": 0}, device=device)
+    context: Any = SimpleNamespace(world=world)
+    making = _Making(tmp_path, Request("", 1, 1, (0,), ("nsys",)), context)
+    with labelled("optimizer"):
+        pass
+    making.finish(1.0)
+    with labelled("data"):
+        pass
+    assert done == ["start", "mtrain:optimizer", "end", "stop"]
+    assert Labels.now is None
+    assert not list(tmp_path.rglob("*.gz"))
