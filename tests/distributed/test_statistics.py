@@ -18,7 +18,7 @@ from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import rank_tensors, tiny_run, whole_tensors
 
 STEPS = 2
-KINDS = ("weights", "gradients", "updates", "exp_avg", "exp_avg_sq")
+KINDS = ("weights", "gradients", "updates", "exp_avg", "exp_avg_sq", "activations")
 DENSE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64}
 DENSE |= {"num_attention_heads": 4, "num_query_groups": 2}
 MOE = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32, "first_dense_layers": 1}}
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense distributed optimizer": ("dense", {"ranks": 2, **SHARDED}),
     "dense fsdp2": ("dense", {"ranks": 2, "fsdp": "fsdp2"}),
     "dense fsdp of megatron": ("dense", {"ranks": 2, "fsdp": "megatron"}),
+    "dense recomputed": ("dense", TP2SP | {"recompute": {"granularity": "full"}}),
     "tied pp2": ("tied", {"ranks": 2, "pp": 2}),
     "mla tp2sp": ("mla", TP2SP),
     "mla pp2": ("mla", {"ranks": 2, "pp": 2}),
@@ -52,7 +53,9 @@ def described(name: str, interval: int | None = 1, **keys: Any) -> RunConfig:
     run = tiny_run(model=MODELS[name], trainer=trainer, optim={"warmup_iters": 1}, **keys)
     statistics = run.log.statistics.model_copy(update={"interval": interval})
     log = run.log.model_copy(update={"progress": "none", "statistics": statistics})
-    return run.model_copy(update={"log": log})
+    # the loss that computes logits
+    kernels = run.kernels.model_copy(update={"loss": "megatron"})
+    return run.model_copy(update={"log": log, "kernels": kernels})
 
 
 def train(run: RunConfig, home: Path) -> None:
@@ -116,6 +119,7 @@ def test_statistics_equal_those_of_one_rank(case: str, alone: Any, tmp_path: Pat
     train(described(name, **keys), tmp_path)
     many, norm = found(tmp_path)
     assert tuple(one) == KINDS
+    assert {"decoder.layers.3", "decoder.layers.3.mlp", "output_layer"} <= one[KINDS[-1]].keys()
     assert differences(one, many) == []
     squares = sum(row[0] ** 2 for row in many["gradients"].values())
     assert squares == pytest.approx(norm**2, rel=1e-6)

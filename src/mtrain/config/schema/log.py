@@ -13,7 +13,7 @@ from mtrain.config.schema.base import (
     Section,
 )
 
-StatisticsKind = Literal["weights", "gradients", "updates", "moments"]
+StatisticsKind = Literal["weights", "gradients", "updates", "moments", "activations"]
 
 
 class StatisticsConfig(Section):
@@ -31,9 +31,11 @@ class StatisticsConfig(Section):
         "gradients",
         "updates",
         "moments",
+        "activations",
     )
     """The tensors of these modules: weights before the update of the step, gradients before they
-    are clipped, updates (with their norm over that of the weights), moments of the optimizer.
+    are clipped, updates (with their norm over that of the weights), moments of the optimizer,
+    activations (outputs of layers, of their attention and MLP, and logits).
     """
 
 
@@ -67,6 +69,6 @@ class LogConfig(Section):
     packages publish others under the entry point group `mtrain.sinks`.
     """
     statistics: StatisticsConfig = StatisticsConfig()
-    """Statistics of weights, gradients, updates and moments, by module."""
+    """Statistics of weights, gradients, updates, moments and activations, by module."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
     """The port on 127.0.0.1 at which the sink prometheus answers."""

@@ -13,6 +13,7 @@ from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.readings import Board, Reading
 from mtrain.train.loop.result import StepResult
+from mtrain.train.statistics.activations import ACTIVATIONS, ActivationStatistics
 from mtrain.train.statistics.table import COLUMNS, Rows, Table
 from mtrain.train.statistics.weights import GRADIENTS, UPDATES, WEIGHTS, WeightStatistics
 from mtrain.world.heartbeat import begin_phase
@@ -39,18 +40,31 @@ class Statistics(Hook):
         """Agree with the other ranks on the rows."""
         own = self.config
         self.weights = WeightStatistics(context, own.modules, own.kinds)
-        self.table = Table(self.weights.rows(), context.world.torch_device)
+        self.activations = None
+        rows = self.weights.rows()
+        if ACTIVATIONS in own.kinds:
+            self.activations = ActivationStatistics(context, own.modules)
+            rows += self.activations.rows()
+        self.table = Table(rows, context.world.torch_device)
         self.board = Board(context.world.device, self.table.width)
 
     def due(self, step: int) -> bool:
         """Return whether a step is described."""
         return self.config.interval is not None and step % self.config.interval == 0
 
+    def before_step(self, context: TrainContext) -> None:
+        """Begin to add what the forwards compute."""
+        if self.due(context.state.step + 1):
+            self.table.clear()
+            if self.activations is not None:
+                self.activations.watch(self.table)
+
     def before_update(self, context: TrainContext) -> None:
         """Add weights and gradients, before those are clipped."""
         if self.due(context.state.step + 1):
             begin_phase("statistics")
-            self.table.clear()
+            if self.activations is not None:
+                self.activations.leave()
             scale = loss_scale(context.state.optimizer)
             self.scale = 1.0 if scale is None else scale[0]
             self.weights.before_update(self.table)
