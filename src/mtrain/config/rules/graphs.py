@@ -44,11 +44,12 @@ def captured(run: RunConfig) -> frozenset[str]:
     reads=f"{IMPL} log.statistics.interval log.statistics.kinds",
 )
 def described_activations(run: RunConfig) -> Iterator[Finding]:
-    """Cannot describe activations because a replayed graph runs no hooks of modules."""
+    """Cannot describe activations or experts because a replayed graph runs no hooks of modules."""
     s = run.log.statistics
-    if s.interval is None or "activations" not in s.kinds or run.trainer.cuda_graph_impl == "none":
+    kinds = [kind for kind in s.kinds if kind not in ("activations", "experts")]
+    hooked = len(kinds) < len(s.kinds)
+    if s.interval is None or not hooked or run.trainer.cuda_graph_impl == "none":
         return
-    kinds = [kind for kind in s.kinds if kind != "activations"]
     without: Change = (
         {"log.statistics.kinds": kinds} if kinds else {"log.statistics.interval": None}
     )

@@ -13,11 +13,13 @@ from mtrain.config.schema.base import (
     Section,
 )
 
-StatisticsKind = Literal["weights", "gradients", "updates", "moments", "activations"]
+StatisticsKind = Literal["weights", "gradients", "updates", "moments", "activations", "experts"]
 
 
 class StatisticsConfig(Section):
-    """`log.statistics`: norm, mean, largest absolute value and share of zeros of whole tensors."""
+    """`log.statistics`: norm, mean, largest absolute value and share of zeros of whole tensors,
+    and the loads of experts.
+    """
 
     interval: Annotated[PositiveInt | None, Key(unit="steps")] = None
     """Steps between two descriptions, which are events of the kind `statistics`; null: none."""
@@ -32,10 +34,12 @@ class StatisticsConfig(Section):
         "updates",
         "moments",
         "activations",
+        "experts",
     )
     """The tensors of these modules: weights before the update of the step, gradients before they
     are clipped, updates (with their norm over that of the weights), moments of the optimizer,
-    activations (outputs of layers, of their attention and MLP, and logits).
+    activations (outputs of layers, of their attention and MLP, and logits), experts (the choices
+    of routers).
     """
 
 
@@ -69,6 +73,6 @@ class LogConfig(Section):
     packages publish others under the entry point group `mtrain.sinks`.
     """
     statistics: StatisticsConfig = StatisticsConfig()
-    """Statistics of weights, gradients, updates, moments and activations, by module."""
+    """Statistics of weights, gradients, updates, moments, activations and experts, by module."""
     prometheus_port: Annotated[int, Field(ge=1, le=65535)] = 9464
     """The port on 127.0.0.1 at which the sink prometheus answers."""
