@@ -46,8 +46,8 @@ def captured(run: RunConfig) -> frozenset[str]:
 def described_activations(run: RunConfig) -> Iterator[Finding]:
     """Cannot describe activations or experts because a replayed graph runs no hooks of modules."""
     s = run.log.statistics
-    kinds = [kind for kind in s.kinds if kind not in ("activations", "experts")]
-    hooked = len(kinds) < len(s.kinds)
+    kinds = [kind for kind in s.described if kind not in ("activations", "experts")]
+    hooked = len(kinds) < len(s.described)
     if s.interval is None or not hooked or run.trainer.cuda_graph_impl == "none":
         return
     without: Change = (

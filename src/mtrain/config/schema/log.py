@@ -1,6 +1,6 @@
 """The section `log`: what a run records and shows."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -28,19 +28,17 @@ class StatisticsConfig(Section):
     with everything inside. `*` stands for any characters of one part of a name, `?` for one
     character, `**` for any parts: `decoder.layers.*.mlp`, `**.linear_proj.weight`.
     """
-    kinds: Annotated[tuple[StatisticsKind, ...], Field(min_length=1, strict=False)] = (
-        "weights",
-        "gradients",
-        "updates",
-        "moments",
-        "activations",
-        "experts",
-    )
+    kinds: Annotated[tuple[StatisticsKind, ...] | None, Field(min_length=1, strict=False)] = None
     """The tensors of these modules: weights before the update of the step, gradients before they
     are clipped, updates (with their norm over that of the weights), moments of the optimizer,
     activations (outputs of layers, of their attention and MLP, and logits), experts (the choices
-    of routers).
+    of routers). null: all.
     """
+
+    @property
+    def described(self) -> tuple[StatisticsKind, ...]:
+        """Return the kinds of tensors that are described."""
+        return get_args(StatisticsKind) if self.kinds is None else self.kinds
 
 
 class LogConfig(Section):

@@ -41,16 +41,16 @@ class Statistics(Hook):
     def start(self, context: TrainContext) -> None:
         """Agree with the other ranks on the rows."""
         own = self.config
-        self.weights = WeightStatistics(context, own.modules, own.kinds)
+        self.weights = WeightStatistics(context, own.modules, own.described)
         self.activations: ActivationStatistics | None = None
         rows = self.weights.rows()
-        if ACTIVATIONS in own.kinds:
+        if ACTIVATIONS in own.described:
             self.activations = ActivationStatistics(context, own.modules)
             rows += self.activations.rows()
         self.table = Table(rows, context.world.torch_device)
         self.experts: ExpertStatistics | None = None
         width = self.table.width
-        if EXPERTS in own.kinds and context.run.model.moe is not None:
+        if EXPERTS in own.described and context.run.model.moe is not None:
             self.experts = ExpertStatistics(context, own.modules)
             width += self.experts.values.numel()
         self.board = Board(context.world.device, width)
