@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moe ep2etp2": ("moe", TP2SP | {"ranks": 4, "ep": 2, "etp": 2}),
     "moe ep2pp2": ("moe", {"ranks": 4, "ep": 2, "pp": 2, **SHARDED}),
 }
-USUAL = ["dense tp2sp", "dense distributed optimizer", "moe ep2etp2"]
+USUAL = ["moe ep2etp2"]
 Rows = dict[str, dict[str, list[float]]]
 
 
@@ -131,6 +131,7 @@ def test_statistics_equal_those_of_one_rank(case: str, alone: Any, tmp_path: Pat
     assert squares == pytest.approx(norm**2, rel=1e-6)
 
 
+@pytest.mark.full
 def test_statistics_of_experts_have_loads_and_biases(tmp_path: Path) -> None:
     import_engine()
     train(described("moe", ranks=2, ep=2), tmp_path)
@@ -149,6 +150,7 @@ def test_statistics_of_experts_have_loads_and_biases(tmp_path: Path) -> None:
         assert {abs(bias) for bias in last["biases"][name]} <= {0.0, 0.001}
 
 
+@pytest.mark.full
 def test_statistics_of_an_uncounted_part_differ(alone: Any, tmp_path: Path) -> None:
     from mtrain.mcore.state import sharding
 
@@ -184,6 +186,7 @@ def test_statistics_leave_every_bit_of_a_step(case: str, tmp_path: Path) -> None
     assert all(torch.equal(a[key], b[key]) for a, b in pairs for key in a)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics_names_are_those_that_patterns_are_checked_by(name: str, alone: Any) -> None:
     from mtrain.models.selection import weights_of
