@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import rank_tensors, tiny_run, whole_tensors
 
 STEPS = 2
-KINDS = ("weights", "gradients", "updates", "exp_avg", "exp_avg_sq")
+KINDS = ("weights", "gradients", "updates", "exp_avg", "exp_avg_sq", "activations")
 DENSE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64}
 DENSE |= {"num_attention_heads": 4, "num_query_groups": 2}
-MOE = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32, "first_dense_layers": 1}}
+EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32, "first_dense_layers": 1}
+EXPERTS |= {"router_score_function": "sigmoid", "router_enable_expert_bias": True}
+MOE = {"moe": EXPERTS}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8}
 MLA = {"mla": LATENT | {"v_head_dim": 8}, "num_query_groups": None}
 MODELS = {"dense": DENSE, "moe": DENSE | MOE, "mla": DENSE | MLA}
@@ -37,13 +40,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense distributed optimizer": ("dense", {"ranks": 2, **SHARDED}),
     "dense fsdp2": ("dense", {"ranks": 2, "fsdp": "fsdp2"}),
     "dense fsdp of megatron": ("dense", {"ranks": 2, "fsdp": "megatron"}),
+    "dense recomputed": ("dense", TP2SP | {"recompute": {"granularity": "full"}}),
     "tied pp2": ("tied", {"ranks": 2, "pp": 2}),
     "mla tp2sp": ("mla", TP2SP),
     "mla pp2": ("mla", {"ranks": 2, "pp": 2}),
     "moe ep2etp2": ("moe", TP2SP | {"ranks": 4, "ep": 2, "etp": 2}),
     "moe ep2pp2": ("moe", {"ranks": 4, "ep": 2, "pp": 2, **SHARDED}),
 }
-USUAL = ["dense tp2sp", "dense distributed optimizer", "moe ep2etp2"]
+USUAL = ["moe ep2etp2"]
 Rows = dict[str, dict[str, list[float]]]
 
 
@@ -52,7 +56,9 @@ def described(name: str, interval: int | None = 1, **keys: Any) -> RunConfig:
     run = tiny_run(model=MODELS[name], trainer=trainer, optim={"warmup_iters": 1}, **keys)
     statistics = run.log.statistics.model_copy(update={"interval": interval})
     log = run.log.model_copy(update={"progress": "none", "statistics": statistics})
-    return run.model_copy(update={"log": log})
+    # the loss that computes logits
+    kernels = run.kernels.model_copy(update={"loss": "megatron"})
+    return run.model_copy(update={"log": log, "kernels": kernels})
 
 
 def train(run: RunConfig, home: Path) -> None:
@@ -101,6 +107,9 @@ def differences(one: Rows, many: Rows) -> list[str]:
             # An update is the difference of two rounded weights.
             rounding = one["weights"][name][2] * 2**-23 if kind == "updates" else 0.0
             for place, (a, b) in enumerate(zip(values, many[kind][name], strict=True)):
+                # Experts are distributed over the ranks of one layout only.
+                if (kind, place) == ("experts", 1):
+                    continue
                 # A mean is the rest of a sum: compare it with the size of what was added.
                 scale = values[2] if place == 1 else abs(a)
                 ratio = one["weights"][name][0] if place == 4 else 1.0
@@ -115,12 +124,33 @@ def test_statistics_equal_those_of_one_rank(case: str, alone: Any, tmp_path: Pat
     one = alone(name)
     train(described(name, **keys), tmp_path)
     many, norm = found(tmp_path)
-    assert tuple(one) == KINDS
+    assert tuple(one) == (*KINDS, "experts")[: len(KINDS) + (name == "moe")]
+    assert {"decoder.layers.3", "decoder.layers.3.mlp", "output_layer"} <= one["activations"].keys()
     assert differences(one, many) == []
     squares = sum(row[0] ** 2 for row in many["gradients"].values())
     assert squares == pytest.approx(norm**2, rel=1e-6)
 
 
+@pytest.mark.full
+def test_statistics_of_experts_have_loads_and_biases(tmp_path: Path) -> None:
+    import_engine()
+    train(described("moe", ranks=2, ep=2), tmp_path)
+    last = next(e for e in events(tmp_path) if e["step"] == STEPS and e.get("of") == "experts")
+    for name in (f"decoder.layers.{layer}.mlp.router" for layer in (1, 2, 3)):
+        loads = last["loads"][name]
+        assert sum(loads) == 4 * 32 * 2, "samples, tokens of each, experts of a token"
+        ranks = [loads[0] + loads[1], loads[2] + loads[3]]
+        assert last["rank_loads"][name] == ranks
+        over, rank_over, entropy, dropped = last["rows"][name]
+        assert over == pytest.approx(max(loads) / 64)
+        assert rank_over == pytest.approx(max(ranks) / 128)
+        assert 1.3 < entropy <= math.log(4) + 1e-6
+        assert dropped == 0
+        # after one update, each bias has moved by the rate in one of two directions
+        assert {abs(bias) for bias in last["biases"][name]} <= {0.0, 0.001}
+
+
+@pytest.mark.full
 def test_statistics_of_an_uncounted_part_differ(alone: Any, tmp_path: Path) -> None:
     from mtrain.mcore.state import sharding
 
@@ -156,6 +186,7 @@ def test_statistics_leave_every_bit_of_a_step(case: str, tmp_path: Path) -> None
     assert all(torch.equal(a[key], b[key]) for a, b in pairs for key in a)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics_names_are_those_that_patterns_are_checked_by(name: str, alone: Any) -> None:
     from mtrain.models.selection import weights_of

@@ -40,6 +40,23 @@ def captured(run: RunConfig) -> frozenset[str]:
 
 
 @rule(
+    Code("MT373", example=f"{IMPL}=local log.statistics.interval=10 {_H100}"),
+    reads=f"{IMPL} log.statistics.interval log.statistics.kinds",
+)
+def described_activations(run: RunConfig) -> Iterator[Finding]:
+    """Cannot describe activations or experts because a replayed graph runs no hooks of modules."""
+    s = run.log.statistics
+    kinds = [kind for kind in s.described if kind not in ("activations", "experts")]
+    hooked = len(kinds) < len(s.described)
+    if s.interval is None or not hooked or run.trainer.cuda_graph_impl == "none":
+        return
+    without: Change = (
+        {"log.statistics.kinds": kinds} if kinds else {"log.statistics.interval": None}
+    )
+    yield Finding("MT373", "log.statistics.kinds", "", [without, NONE])
+
+
+@rule(
     Code("MT410", example=f"{IMPL}=local"),
     Code(
         "MT411",

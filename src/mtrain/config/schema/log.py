@@ -1,6 +1,6 @@
 """The section `log`: what a run records and shows."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -13,11 +13,13 @@ from mtrain.config.schema.base import (
     Section,
 )
 
-StatisticsKind = Literal["weights", "gradients", "updates", "moments"]
+StatisticsKind = Literal["weights", "gradients", "updates", "moments", "activations", "experts"]
 
 
 class StatisticsConfig(Section):
-    """`log.statistics`: norm, mean, largest absolute value and share of zeros of whole tensors."""
+    """`log.statistics`: norm, mean, largest absolute value and share of zeros of whole tensors,
+    and the loads of experts.
+    """
 
     interval: Annotated[PositiveInt | None, Key(unit="steps")] = None
     """Steps between two descriptions, which are events of the kind `statistics`; null: none."""
@@ -26,15 +28,17 @@ class StatisticsConfig(Section):
     with everything inside. `*` stands for any characters of one part of a name, `?` for one
     character, `**` for any parts: `decoder.layers.*.mlp`, `**.linear_proj.weight`.
     """
-    kinds: Annotated[tuple[StatisticsKind, ...], Field(min_length=1, strict=False)] = (
-        "weights",
-        "gradients",
-        "updates",
-        "moments",
-    )
+    kinds: Annotated[tuple[StatisticsKind, ...] | None, Field(min_length=1, strict=False)] = None
     """The tensors of these modules: weights before the update of the step, gradients before they
-    are clipped, updates (with their norm over that of the weights), moments of the optimizer.
+    are clipped, updates (with their norm over that of the weights), moments of the optimizer,
+    activations (outputs of layers, of their attention and MLP, and logits), experts (the choices
+    of routers). null: all.
     """
+
+    @property
+    def described(self) -> tuple[StatisticsKind, ...]:
+        """Return the kinds of tensors that are described."""
+        return get_args(StatisticsKind) if self.kinds is None else self.kinds
 
 
 class LogConfig(Section):
@@ -69,7 +73,7 @@ class LogConfig(Section):
     packages publish others under the entry point group `mtrain.sinks`.
     """
     statistics: StatisticsConfig = StatisticsConfig()
-    """Statistics of weights, gradients, updates and moments, by module."""
+    """Statistics of weights, gradients, updates, moments, activations and experts, by module."""
     alerts: bool = True
     """Print a line, and add an event of kind `alert`, where a number of the run needs a look: a
     loss or a gradient norm that is not finite or jumps, a loss that rises or is flat, a slow run,

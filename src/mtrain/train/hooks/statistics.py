@@ -13,6 +13,9 @@ from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.readings import Board, Reading
 from mtrain.train.loop.result import StepResult
+from mtrain.train.statistics import experts
+from mtrain.train.statistics.activations import ACTIVATIONS, ActivationStatistics
+from mtrain.train.statistics.experts import EXPERTS, ExpertStatistics
 from mtrain.train.statistics.table import COLUMNS, Rows, Table
 from mtrain.train.statistics.weights import GRADIENTS, UPDATES, WEIGHTS, WeightStatistics
 from mtrain.world.heartbeat import begin_phase
@@ -38,19 +41,41 @@ class Statistics(Hook):
     def start(self, context: TrainContext) -> None:
         """Agree with the other ranks on the rows."""
         own = self.config
-        self.weights = WeightStatistics(context, own.modules, own.kinds)
-        self.table = Table(self.weights.rows(), context.world.torch_device)
-        self.board = Board(context.world.device, self.table.width)
+        self.weights = WeightStatistics(context, own.modules, own.described)
+        self.activations: ActivationStatistics | None = None
+        rows = self.weights.rows()
+        if ACTIVATIONS in own.described:
+            self.activations = ActivationStatistics(context, own.modules)
+            rows += self.activations.rows()
+        self.table = Table(rows, context.world.torch_device)
+        self.experts: ExpertStatistics | None = None
+        width = self.table.width
+        if EXPERTS in own.described and context.run.model.moe is not None:
+            self.experts = ExpertStatistics(context, own.modules)
+            width += self.experts.values.numel()
+        self.board = Board(context.world.device, width)
 
     def due(self, step: int) -> bool:
         """Return whether a step is described."""
         return self.config.interval is not None and step % self.config.interval == 0
 
+    def before_step(self, context: TrainContext) -> None:
+        """Begin to add what the forwards compute."""
+        if self.due(context.state.step + 1):
+            self.table.clear()
+            if self.activations is not None:
+                self.activations.watch(self.table)
+            if self.experts is not None:
+                self.experts.watch()
+
     def before_update(self, context: TrainContext) -> None:
         """Add weights and gradients, before those are clipped."""
         if self.due(context.state.step + 1):
             begin_phase("statistics")
-            self.table.clear()
+            if self.activations is not None:
+                self.activations.leave()
+            if self.experts is not None:
+                self.experts.leave()
             scale = loss_scale(context.state.optimizer)
             self.scale = 1.0 if scale is None else scale[0]
             self.weights.before_update(self.table)
@@ -61,7 +86,7 @@ class Statistics(Hook):
         if self.due(step):
             begin_phase("statistics")
             self.weights.after_update(self.table)
-            values = self.table.reduced()
+            values = self.table.reduced(None if self.experts is None else self.experts.values)
             if context.world.is_rank0:
                 self.waiting.append((step, self.scale, self.board.copy(values)))
 
@@ -69,10 +94,16 @@ class Statistics(Hook):
         """Write the events of steps that the device has finished."""
         while self.waiting and self.waiting[0][0] <= result.step:
             step, scale, reading = self.waiting.popleft()
-            found = self.table.read(reading.read())
+            numbers = reading.read()
+            found = self.table.read(numbers)
             for kind, rows in _finished(found, scale).items():
                 columns = (*COLUMNS, RATIO) if kind == UPDATES and WEIGHTS in found else COLUMNS
                 self.metrics.note(STATISTICS, step, of=kind, columns=columns, rows=rows)
+            if self.experts is not None:
+                routed, lists = self.experts.read(numbers[self.table.width :])
+                rows = _finished(routed, 1.0)[EXPERTS]
+                facts = {"of": EXPERTS, "columns": experts.COLUMNS, "rows": rows}
+                self.metrics.note(STATISTICS, step, **facts, **_finished(lists, 1.0))
 
 
 def _finished(found: Rows, scale: float) -> Rows:

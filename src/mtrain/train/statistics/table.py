@@ -32,7 +32,7 @@ class Table:
 
     @property
     def width(self) -> int:
-        """Return the numbers that `reduced` returns."""
+        """Return the numbers of its own that `reduced` returns."""
         return self._values.numel()
 
     def clear(self) -> None:
@@ -72,13 +72,16 @@ class Table:
             self._indices[places] = torch.tensor(places).to(self.device, non_blocking=True)
         return self._indices[places]
 
-    def reduced(self) -> torch.Tensor:
-        """Return the numbers over all ranks, fp64 [width]; each rank calls it."""
-        sums = self._values[:, :_SUMS].contiguous()
+    def reduced(self, more: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers over all ranks, and behind them the sums of `more`, fp64; each rank
+        calls it.
+        """
+        own = self._values[:, :_SUMS].flatten()
+        sums = own if more is None else torch.cat([own, more.flatten()])
         largest = self._values[:, _SUMS].contiguous()
         dist.all_reduce(sums)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return torch.cat([sums.flatten(), largest])
+        return torch.cat([sums[: len(own)], largest, sums[len(own) :]])
 
     def read(self, numbers: Sequence[float]) -> Rows:
         """Return `COLUMNS` of each row by kind and name, of the numbers that `reduced` returned;

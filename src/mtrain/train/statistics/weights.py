@@ -40,7 +40,8 @@ class WeightStatistics:
     ) -> None:
         self.context = context
         self.kinds = set(kinds)
-        self.names = [name for name in _names(context) if selects(patterns, name)]
+        own = {name for name in _names(context) if selects(patterns, name)}
+        self.names = of_all_stages(own)
         self._selected = set(self.names)
         self._before: list[tuple[str, torch.Tensor]] = []
 
@@ -112,15 +113,18 @@ def _moments(run: RunConfig) -> list[str]:
     return list(found)
 
 
-def _names(context: TrainContext) -> list[str]:
-    """Return the names of all trained weights, in the order of the layers; every rank calls it."""
-    own = {
-        name_of(spec.key, spec.offset)
-        for chunk in context.state.chunks
-        for param in local_params(chunk)
-        if param.made.requires_grad
-        for spec in param.specs
-    }
+def _names(context: TrainContext) -> Iterator[str]:
+    """Yield the names of the trained weights of this rank's stages."""
+    for chunk in context.state.chunks:
+        for param in local_params(chunk):
+            if param.made.requires_grad:
+                yield from (name_of(spec.key, spec.offset) for spec in param.specs)
+
+
+def of_all_stages(own: set[str]) -> list[str]:
+    """Return the names that any pipeline stage has, in the order of the layers; every rank calls
+    it.
+    """
     group = mcore.parallel_state.get_pipeline_model_parallel_group()
     gathered: list[set[str]] = [set()] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
