@@ -136,6 +136,7 @@ class Spike(Detector):
             usual = exp(middle) if self.logarithms else middle
             text = f"the {self.words} is {value:.4g}, and was {usual:.4g} in the median before"
         self.in_a_row = self.in_a_row + 1 if is_high else 0
+        # A run that stays high has a new level, which later spikes are compared with.
         if self.in_a_row >= self.LASTING:
             self.level.clear()
             self.in_a_row = 0
@@ -189,6 +190,7 @@ class LossRising(Detector):
         loss = number(line, "loss")
         if loss is None or EVALUATED in line:
             return None
+        # The two windows do not overlap: what leaves the one enters the other.
         if self.recent.is_known:
             self.before.add(self.recent.values[0])
         self.recent.add(loss)
@@ -272,6 +274,7 @@ class LossFlat(Detector):
             self.open.clear()
             self.open_rate = 0.0
             self.text = self._compared()
+            # Twice as long blocks from here on: the memory of a long run stays the same.
             if len(self.blocks) == self.MOST:
                 self.blocks = _joined(self.blocks)
                 self.rates = _joined(self.rates)
@@ -296,6 +299,7 @@ class LossFlat(Detector):
         # The first window holds the steep fall of the beginning, which no later one repeats.
         if len(blocks) < 3 * count:
             return ""
+        # A decaying learning rate slows learning, which is no fault.
         before, doubt = _fall(blocks[-2 * count : -count])
         slower = sum(self.rates[-count:]) / max(sum(self.rates[-2 * count : -count]), 1e-30)
         expected = min(1.0, slower) * before
@@ -366,6 +370,7 @@ class WorseEvaluation(Detector):
             self.best = loss
             self.in_a_row = 0
             return ""
+        # A loss may be 0 at its lowest.
         above = (loss - self.best) / max(abs(self.best), 1e-9)
         self.in_a_row = self.in_a_row + 1 if above > self.NEAR else 0
         if above <= self.FAR and self.in_a_row < 2:

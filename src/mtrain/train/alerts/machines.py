@@ -43,6 +43,7 @@ class Slow(Detector):
         self.seen += rate is not None
         if rate is None or rate <= 0 or self.seen <= FIRST_STEPS:
             return None
+        # Rates of larger batches are no fair reference.
         batch = int(line.get("batch_size", 0))
         if batch < self.batch:
             self.usual.clear()
@@ -51,6 +52,7 @@ class Slow(Detector):
         self.recent.append(log(rate))
         middle = self.usual.middle
         bound = middle - max(log(self.factor), self.SPREADS * self.usual.spread)
+        # Slow steps stay out of the median, which would otherwise fall with them.
         is_slow = self.usual.is_known and self.recent[-1] < bound
         self.in_a_row = self.in_a_row + 1 if is_slow else 0
         if self.in_a_row >= self.WINDOW:  # the run is slower from now on

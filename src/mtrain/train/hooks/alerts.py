@@ -86,6 +86,7 @@ class Alerts(Hook):
 
     def _send(self, alert: Alert) -> None:
         self.metrics.note(log.ALERT, alert.step, name=alert.name, text=alert.text)
+        # Last, so that the stream has what a failing webhook loses.
         if self.webhook is not None:
             text = f"{self.name_of_run}: step {alert.step}: {alert.text}"
             facts = {"alert": alert.name, "step": alert.step, "run": self.name_of_run}

@@ -133,6 +133,7 @@ class MemorySamples(Hook):
         if not context.world.is_rank0:
             return
         keys = [self._key(rank) for rank in range(context.world.size)]
+        # Waiting for a rank that is late would hold up all others.
         if not store.check(keys):
             return
         ranks = [json.loads(text) for text in store.multi_get(keys)]

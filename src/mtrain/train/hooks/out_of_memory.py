@@ -50,6 +50,7 @@ class OutOfMemory(Hook):
                 world.device.dump_memory(str(self.folder / f"{name}.pickle"))
         found = described(context, error)
         (self.folder / f"{name}.json").write_text(strict_json.dumps(found, indent=1))
+        # All ranks of a stage may lack memory at once, and say the same.
         if world.store.add("out_of_memory", 1) == 1:
             say(*_lines(found, world.rank), f"  all of it: {self.folder / name}.json", error=True)
 
