@@ -80,7 +80,8 @@ def check(home: Path, ranks: int) -> None:
             (mark,) = (event for event in one.events if event.get("name") == name)
             there = facts["clock_ns"] + SKEW_NS * one.rank
             shifts.append(mark["ts"] + mark["dur"] / 2 - there / 1e3)
-        assert max(shifts) - min(shifts) < 1000
+        # The store of tests polls files: what it allows is the bound that the profile reports.
+        assert max(shifts) - min(shifts) <= 2 * max(one.error_us or 0 for one in found) + 1
         merged = json.loads(gzip.decompress(merge(folder, found).read_bytes()))["traceEvents"]
         names = {event.get("name") for event in merged}
         for label in ("mtrain:step", "mtrain:forward 1", "mtrain:backward 1", "mtrain:optimizer"):
