@@ -88,6 +88,7 @@ def check(home: Path, ranks: int) -> None:
             assert label in names
 
 
+@pytest.mark.full
 def test_profiled_steps_on_request_and_by_key(tmp_path: Path) -> None:
     job(tmp_path, 2, tp=2)
     check(tmp_path, 2)
