@@ -72,8 +72,9 @@ CHANGES += [{"model.family": family} for family in configs()]
 HYBRID = {"model.family": "hybrid", "model.hybrid": {"pattern": "M*M-", "num_heads": 8}}
 CHANGES += [HYBRID, {**HYBRID, "parallel.cp": 2}]
 PAIRS = {"objective.name": "dpo", "data.kind": "mock"}
-CHANGES += [PAIRS, {**PAIRS, "trainer.micro_batch_size": 1}]
-CHANGES += [{**PAIRS, "objective.reference": kind} for kind in ("precomputed", "adapter_off")]
+# Not among those that are combined: more of them would draw other combinations of the rest.
+ALONE = [PAIRS, {**PAIRS, "trainer.micro_batch_size": 1}]
+ALONE += [{**PAIRS, "objective.reference": kind} for kind in ("precomputed", "adapter_off")]
 CHANGES += [{"launch.kind": kind} for kind in ("kubernetes", "skypilot", "ray")]
 CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data.kind": "text"})
 
@@ -182,7 +183,7 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
         if not row.text:
             with suppress(ConfigError):  # bad input that no rule reads
                 out.append(compose(row.words).run)
-    out += [apply(tiny(), change) for change in CHANGES]
+    out += [apply(tiny(), change) for change in (*CHANGES, *ALONE)]
     random_ = random.Random(3)
     for _ in range(100):
         several: dict[str, Any] = {}
@@ -195,6 +196,8 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
         {"model.moe": PADDED, "parallel.ep": 2, "trainer.cuda_graph_impl": "full_iteration"}
     )
     out += _applied({"parallel.activation_offload.modules": ["core_attn"], **LINEAR_BESIDE_EXPERTS})
+    out += _applied({"model.moe": PADDED, "parallel.ep": 2, "kernels.experts": "reference"})
+    out += _applied({**HYBRID, **quantized.FP8, "kernels.linear": "te"})
     return [resolve(raw, machine) for raw, machine in zip(out, _machines(len(out)), strict=True)]
 
 
