@@ -188,6 +188,7 @@ class _OverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Every rank computes the whole loss: a sum of their gradients would count it once for each.
         return gradient, None
 
 

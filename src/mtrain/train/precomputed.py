@@ -71,7 +71,8 @@ def _computed(context: TrainContext, data: GlobalBatches) -> torch.Tensor:
             sums = torch.stack([pairs.chosen, pairs.rejected], dim=1).flatten()
             if counts:
                 found[torch.from_numpy(each).to(found.device)] = sums
-    # A row that two ranks computed is the same on both.
+    # A row that two ranks computed is the same on both, and no log-probability is above the 0 of
+    # those that a rank did not compute.
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return found
 

@@ -57,6 +57,7 @@ class OutOfMemory(Hook):
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one that it follows from, is a refusal of memory."""
+    # Libraries wrap the allocator's error in their own.
     while error is not None:
         kinds = (MemoryError, torch.OutOfMemoryError)
         if isinstance(error, kinds) or NO_MEMORY.search(str(error)):
@@ -101,6 +102,7 @@ def bytes_by_module(context: TrainContext) -> dict[str, dict[str, int]]:
             parts = found[shard.local_param.name.rpartition(".")[0]]
             held = shard.inner.state.get(shard.updated, {}).values()
             moments = [each for each in held if isinstance(each, torch.Tensor)]
+            # Main weights of fp32 models are the weights themselves, which were counted.
             own_weights = shard.local_param.weight.untyped_storage().data_ptr()
             if shard.main.untyped_storage().data_ptr() != own_weights:
                 moments.append(shard.main)

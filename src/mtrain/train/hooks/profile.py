@@ -59,6 +59,7 @@ class Profile(Hook):
         if request is None or self.making is not None:
             return
         context.profiled = range(request.first, request.last + 1)
+        # Clocks of the others are compared with that of rank 0.
         ranks = {0, *request.ranks}
         if context.world.rank in ranks:
             self.making = _Making(self.folder, request, context)
@@ -106,6 +107,7 @@ class Profile(Hook):
         if not file.is_file():
             return
         text = file.read_text(errors="replace")
+        # Also a damaged one, of which each further look would warn again.
         file.unlink()
         try:
             Request.read(text, context.state.step, context.world.size)
@@ -119,6 +121,7 @@ class Profile(Hook):
         text = context.world.store.get(f"profile/{self.asked_for}").decode()
         self.asked_for += 1
         request = Request.read(text, step, context.world.size)
+        # A profile that is cut off by the end of the run is written, too.
         last = min(request.last, self.trainer.steps)
         self.asked = Request(request.id, request.first, last, request.ranks, request.content)
 

@@ -74,6 +74,7 @@ def bisect(
         begun = context.state.step
         context.begin()
         tracing = Tracing(context, splits, out)
+        # The state before the step: later checkpoints have what the anomaly made of it.
         while context.state.step < step - 1:
             if step - context.state.step <= TRACED + 1:
                 context.compute = tracing.reference
