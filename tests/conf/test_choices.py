@@ -40,7 +40,7 @@ def _choices() -> Iterator[Any]:
 CHOICES = list(_choices())
 
 # What the default layout, tp 2, refuses: 25 heads, biases of experts that are split, one group of
-# states.
+# states; and what a launcher needs.
 UNFIT_FOR_TP2 = {"gpt2_xl": ["parallel=single"]}
 UNFIT_FOR_TP2 |= {
     name: ["parallel.etp=1"] for name in ("gpt_oss_tiny", "gpt_oss_20b", "gpt_oss_120b")
@@ -54,6 +54,7 @@ UNFIT_FOR_TP2 |= {
     f"granite4_h_{size}": ["parallel=single"] for size in ("350m", "micro", "tiny", "small")
 }
 UNFIT_FOR_TP2["granite4_h_350m"].append("trainer.global_batch_size=1")
+UNFIT_FOR_TP2 |= {name: ["launch.workdir=/shared"] for name in ("kubernetes", "ray", "skypilot")}
 UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 
 

@@ -28,7 +28,7 @@ def followed(
     notes: list[str] = []
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes": round(FIRST * memory)})
     parts: Any = SimpleNamespace(
-        run=RUN, world=SimpleNamespace(is_rank0=first, device=device), measures=[]
+        run=RUN, world=SimpleNamespace(is_rank0=first, device=device), measures=[], profiled=()
     )
     progress: Any = SimpleNamespace(note=notes.append)
     hook = Planned(folder, progress)

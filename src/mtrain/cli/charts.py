@@ -25,10 +25,11 @@ TINY = 1e-30
 ROWS = 48
 COLUMNS = 120
 """Cells of a heat map, at most."""
-CELL = 11.0
+CELL = 14.0
 SHADES = ("#2b3a67", "#33578f", "#2f7aa8", "#2f9aa0", "#5bb583", "#a5cb62", "#eed34f", "#f4953b")
-NAMES = 190.0
-"""The width of the names of rows."""
+NAMES = 210.0
+"""The width of the names of rows, and how many letters fit into it."""
+LETTERS = 34
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def heat(rows: Mapping[str, Points]) -> str:
         for column, value in largest.items():
             shade = _shade(value, low, high)
             cells.setdefault(shade, []).append((NAMES + column * wide, TOP + number * CELL))
-        svg.text(0, TOP + number * CELL + 9, plain(name)[-30:])
+        svg.text(0, TOP + number * CELL + 11, plain(_within_model(name))[-LETTERS:])
     for shade, corners in sorted(cells.items()):
         svg.boxes(corners, wide, CELL, SHADES[shade])
     svg.text(NAMES, TOP + CELL * len(named) + 16, f"step {steps[0]}")
@@ -198,6 +199,12 @@ def heat(rows: Mapping[str, Points]) -> str:
     edges = [low * (high / low) ** (n / len(SHADES)) for n in range(len(SHADES))]
     names = [(f"from {words_of(edge)}", SHADES[n]) for n, edge in enumerate(edges)]
     return legend(names if high > low else [(words_of(low), SHADES[0])]) + svg.markup()
+
+
+def _within_model(name: str) -> str:
+    """Return the name of a weight or module without the parts that most names have."""
+    short_name = name.removesuffix(".weight").removeprefix("decoder.")
+    return short_name.removeprefix("layers.")
 
 
 def _shade(value: float, low: float, high: float) -> int:
