@@ -54,7 +54,13 @@ UNFIT_FOR_TP2 |= {
     f"granite4_h_{size}": ["parallel=single"] for size in ("350m", "micro", "tiny", "small")
 }
 UNFIT_FOR_TP2["granite4_h_350m"].append("trainer.global_batch_size=1")
-UNFIT_FOR_TP2 |= {name: ["launch.workdir=/shared"] for name in ("kubernetes", "ray", "skypilot")}
+VOLUMES = ["launch.volumes={/work:disk}", "launch.workdir=/work"]
+UNFIT_FOR_TP2 |= {
+    "ray": ["launch.workdir=/work"],
+    "skypilot": VOLUMES,
+    "kubernetes": [*VOLUMES, "launch.image=registry/mtrain:1"],
+    "preference": ["objective=dpo"],
+}
 UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]
 
 
