@@ -192,6 +192,12 @@ def test_alerts_webhook_is_secret_and_never_waits(
     assert told.count("because of ValueError") == 2
     assert "SECRET" not in told
     refusing.close()
+    slow.close()
+    # Tests that fork come later: no thread may be left.
+    for thread in threading.enumerate():
+        if thread.name == "webhook":
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 def test_alerts_webhook_in_a_configuration_is_refused(tmp_path: Path) -> None:

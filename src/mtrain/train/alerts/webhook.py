@@ -31,6 +31,8 @@ class Webhook:
         self._url = url
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_HELD)
         self._warned = False
+        self._ends = False
+        """Whatever still waits is not sent."""
         self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
         self._thread.start()
 
@@ -46,11 +48,11 @@ class Webhook:
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            return
+            self._ends = True
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while (body := self._queue.get()) is not None:
+        while not self._ends and (body := self._queue.get()) is not None:
             try:
                 status = post(self._url, strict_json.dumps(body).encode())
             except (OSError, ValueError, http.client.HTTPException) as error:
