@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -110,13 +111,15 @@ def record(error: BaseException, errors: Path, rank: int) -> dict[str, Any]:
     }
     try:
         errors.mkdir(parents=True, exist_ok=True)
-        # renamed when complete, as the launcher may read the folder at any time
-        draft = errors / f".{record_name(rank)}"
+        # Renamed when complete, as the launcher may read the folder at any time. Another thread of
+        # this rank may record the failure of a peer meanwhile.
+        draft = errors / f".{record_name(rank)}.{threading.get_native_id()}"
         draft.write_text(strict_json.dumps(body))
         draft.replace(errors / record_name(rank))
-    except OSError:  # a full disk must not hide the error itself
+    except OSError as why:  # a full disk must not hide the error itself
         with suppress(OSError):
-            say_page(f"rank {rank}: {body['kind']}: {body['message']}", error=True)
+            text = f"rank {rank}: {body['kind']}: {body['message']}"
+            say_page(f"{text}\n  no record of it, because of {why}", error=True)
     return body
 
 
