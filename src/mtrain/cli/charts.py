@@ -177,7 +177,8 @@ def heat(rows: Mapping[str, Points]) -> str:
     values = [abs(value) for points in named.values() for _, value in points if abs(value) > TINY]
     if not values:
         return ""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     columns = min(COLUMNS, len(steps))
     place = {step: number * columns // len(steps) for number, step in enumerate(steps)}
     wide = (PAGE - NAMES) / columns

@@ -152,7 +152,8 @@ class Watched:
         """Return the seconds to the last step, with evaluations and saves as of late."""
         if self.goal is None or not self.recent:
             return None
-        (first, begun), (last, ended) = self.recent[0], self.recent[-1]
+        first, begun = self.recent[0]
+        last, ended = self.recent[-1]
         each = (ended - begun) / (last - first) if last > first else self.step_s
         return None if each is None else max(0.0, each * (self.goal - last))
 
