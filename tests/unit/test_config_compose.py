@@ -263,6 +263,7 @@ def test_compose_unknown_choice_lists_near_and_all(choice: str, near: str) -> No
         ("optim.learning_rate", "optim.lr"),
         ("parallel.train_iters", "trainer.train_iters"),
         ("model.moe.num_expertz", "model.moe.num_experts"),
+        ("log.statistic.interval", "log.statistics.interval"),
     ],
 )
 def test_compose_unknown_key_suggests_ours(key: str, ours: str) -> None:

@@ -144,8 +144,10 @@ def _problems(
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         # An unknown section: report its keys one by one, since each may have a home elsewhere.
-        near, why = suggest(path) if isinstance(value, dict) and value else ([path], "")
-        if not why and path not in GROUPS and all(_is_section(key) for key in near):
+        # A near key that takes the whole mapping is the one that was meant.
+        near, why = suggest(path)
+        is_section = isinstance(value, dict) and value and not why and path not in GROUPS
+        if is_section and all(_is_section(key) or not accepts(key, value) for key in near):
             for leaf, inner in leaves(value, path):
                 yield unknown_key(leaf, inner, where)
         else:
