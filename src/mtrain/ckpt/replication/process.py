@@ -130,9 +130,11 @@ class Replicator:
     def _answer(self, end: socket.socket, free: threading.Semaphore) -> None:
         # Who sends reports a refusal; a stranger gets no answer.
         refusals = (Refused, OSError, ValueError, KeyError, TypeError)
-        with suppress(*refusals), Line(end, self.token) as line:
-            self.answer(line, wire.request_of(line))
-        free.release()
+        try:
+            with suppress(*refusals), Line(end, self.token) as line:
+                self.answer(line, wire.request_of(line))
+        finally:
+            free.release()
 
     def answer(self, line: Line, request: dict[str, Any]) -> None:
         """Answer a request."""
