@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mtrain import errors
 from mtrain.config.schema.resilience import ResilienceConfig
 from mtrain.views.terminal import plain
 from mtrain.views.watched import Watched
@@ -23,22 +22,23 @@ def write(home: Path, *events: dict[str, Any]) -> None:
     (home / "events/0001.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
 
 
-def test_progress_views_straggler_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Read the warning of the hook itself: the view recognises its words."""
+def test_progress_views_straggler_is_named_once(tmp_path: Path) -> None:
+    """Read the event of the hook itself."""
     import_engine()
     from mtrain.train.hooks.stragglers import Stragglers
 
     grid = SimpleNamespace(coords=lambda rank: {"pp": 0})
     context: Any = SimpleNamespace(world=SimpleNamespace(grid=grid))
-    hook = Stragglers(ResilienceConfig(straggler_interval=10, straggler_reports=1))
-    texts: list[str] = []
-    monkeypatch.setattr(errors, "listeners", [texts.append])
+    noted: list[dict[str, Any]] = []
+
+    def note(kind: str, step: int, **facts: Any) -> None:
+        noted.append({"format": 1, "kind": kind, "time": "", "step": step, **facts})
+
+    metrics: Any = SimpleNamespace(note=note)
+    hook = Stragglers(ResilienceConfig(straggler_interval=10, straggler_reports=1), metrics)
     reports = [{"step": 40, "own_s": t, "machine": "n7", "device": "cuda:1"} for t in (1, 1, 1, 3)]
     hook._compare(context, reports)
-    warning = {"format": 1, "kind": "warning", "time": "", "step": 40, "text": texts[0]}
-    write(tmp_path, warning, warning)
+    write(tmp_path, *noted, *noted)
     run = Watched(tmp_path)
     run.look()
     frame = plain([run], 80, "ascii")

@@ -139,8 +139,7 @@ def poisoned(home: Path, names: Iterator[str]) -> Path:
     for line in lines:
         line.update(dict.fromkeys(HOSTILE[:12], line["step"] / 7))
     columns = [next(names) for _ in range(5)]
-    slow = "rank 1 on %s (cpu) is slow: its own work took 9.0 ms a step, 3 x"
-    slow += " its pipeline stage (3.0 ms)"
+    slow = {"rank": 1, "own_s": 0.009, "usual_s": 0.003}
     events = [event("start", 0, attempt=1)]
     events += [
         event(
@@ -153,7 +152,7 @@ def poisoned(home: Path, names: Iterator[str]) -> Path:
     ]
     events += [event("alert", 3, name=next(names), text=next(names)) for _ in range(30)]
     events += [event("warning", 4, text=next(names)) for _ in range(30)]
-    events += [event("warning", 5, text=slow % next(names))]
+    events += [event("straggler", 5, machine=next(names), **slow)]
     events += [event("checkpoint", 6, name=next(names))]
     events += [event("restart", 7, facts={"error": next(names)})]
     events += [event("end", 8, how="failed", why=next(names))]
@@ -229,12 +228,7 @@ SLOWDOWNS: dict[str, tuple[dict[str, Any], list[Line], dict[str, float], str, fl
     "slow rank": (
         {},
         [
-            event(
-                "warning",
-                1,
-                text="step 1: rank 3 on box (cpu) is slow: its own work took 80.0 ms"
-                " a step, 1.6 x the median of its pipeline stage (50.0 ms), in 2 reports",
-            )
+            event("straggler", 1, rank=3, machine="box", own_s=0.08, usual_s=0.05),
         ],
         {"stepping": 100.0},
         "rank 3 on box, 1.6 x its stage, since it was named",

@@ -70,7 +70,7 @@ def looked(home: Path, *, owned: bool = True) -> Watched:
 def test_views_frame_at_80_columns_has_every_fact(home: Path, encoding: str) -> None:
     write(home, event("warning", 40, text="the disk \x1b[31m is slow\u2026 " + "x" * 80))
     # The memory of all ranks, of which one gave none.
-    write(home, event("memory", 40, ranks=[{"peak_bytes": 70 << 30}, None]))
+    write(home, event("memory", 40, by_rank={"peak_bytes": [70 << 30, None]}))
     frame = plain([looked(home)], 80, encoding)
     lines = frame.splitlines()
     assert max(map(len, lines)) <= 80

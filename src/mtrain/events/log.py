@@ -28,6 +28,7 @@ WARNING = "warning"
 ALERT = "alert"
 MEMORY = "memory"
 ANOMALY = "anomaly"
+STRAGGLER = "straggler"
 DROPPED = "dropped"
 END = "end"
 MOST_HELD = 10_000

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 
-from mtrain.events.log import CHECKPOINT, END, RESTART, START, WARNING
+from mtrain.events.log import CHECKPOINT, END, RESTART, START, STRAGGLER, WARNING
 from mtrain.events.read import Event, events
 from mtrain.report.folder import Record, curve, number
 
@@ -34,11 +34,6 @@ LEAST = 0.02
 MOST_ROWS = 512
 MOST_SAMPLES = 20_000
 MOST_TEXT = 300
-SLOW = re.compile(
-    r"rank (?P<rank>\d+) on (?P<machine>.*) \((?P<device>[^()]*)\) is slow: its own work took"
-    r" (?P<own>[\d.]+) ms a step, .*? its pipeline stage \((?P<usual>[\d.]+) ms\)"
-)
-"""The warning of `train.hooks.stragglers`."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +107,13 @@ def _add(story: Story, event: Event) -> None:
         text = f"{_text(event.get('name'))}: {_text(event.get('text'))}"
         story.marks.append(Mark(step, ALERT, text))
     elif kind == WARNING:
-        text = _text(event.get("text"))
-        story.marks.append(Mark(step, WARNING, text))
-        found = SLOW.search(text)
-        if found:
-            own, usual = (float(found[name]) / 1e3 for name in ("own", "usual"))
-            story.slow.append(Slow(step, int(found["rank"]), found["machine"], own, usual))
+        story.marks.append(Mark(step, WARNING, _text(event.get("text"))))
+    elif kind == STRAGGLER:
+        own = number(event.get("own_s"))
+        usual = number(event.get("usual_s"))
+        rank = number(event.get("rank"))
+        if own is not None and usual is not None and rank is not None:
+            story.slow.append(Slow(step, int(rank), _text(event.get("machine")), own, usual))
     elif kind == END and event.get("how") == "failed":
         story.marks.append(Mark(step, FAILURE, _text(event.get("why"))))
 

@@ -188,7 +188,7 @@ def run_hooks(
     if run.resilience.replica_check_interval is not None:
         hooks.append(Replicas(run.resilience.replica_check_interval))
     if run.resilience.straggler_interval is not None:
-        hooks.append(Stragglers(run.resilience))
+        hooks.append(Stragglers(run.resilience, metrics))
     # first, so that a trace has the work of no other hook
     hooks.insert(0, Profile(folder, run))
     if run.trainer.cuda_graph_impl == "transformer_engine":

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -44,8 +43,6 @@ most 60 s apart.
 GOODPUT_SHARE = 50
 """An account is read again after this many times the seconds that it took."""
 GOODPUT_S = 5.0
-STRAGGLER = re.compile(r"(rank \d+ on \S+) .*is slow: .*, ([\d.]+) x the median")
-"""The warning of `train.hooks.stragglers`."""
 STARTING = "starting"
 
 
@@ -99,7 +96,9 @@ class Watched:
         """The largest peak of a rank in the last sample of all ranks."""
         self.alerts: deque[tuple[int, str]] = deque(maxlen=ALERTS)
         self.slow: dict[str, tuple[int, str]] = {}
-        """The rank and its machine -> the step of its last warning, and how slow it is."""
+        """The rank and its machine -> the step at which it was named last, and its own time over
+        the usual one.
+        """
         self.streams = False
         """True once an event was read; older versions have none."""
         self.end = ""
@@ -240,11 +239,13 @@ class Watched:
             self._life_due = 0.0
             if event.get("why"):
                 self.alerts.append((step, str(event["why"])))
-        elif kind == "memory" and isinstance(event.get("ranks"), list):
-            peaks = (number(_of(rank, "peak_bytes")) for rank in event["ranks"])
+        elif kind == log.MEMORY and isinstance(ranks := _of(event, "by_rank", "peak_bytes"), list):
+            peaks = map(number, ranks)
             self.peak = max((peak for peak in peaks if peak is not None), default=self.peak)
-        elif kind in (log.WARNING, "alert"):
-            self._warn(step, _text(event))
+        elif kind == log.STRAGGLER:
+            self._name_slow(event)
+        elif kind in (log.WARNING, log.ALERT):
+            self.alerts.append((step, _text(event)))
 
     def _start(self, step: int) -> None:
         self.end = ""
@@ -279,12 +280,12 @@ class Watched:
                 self.evaluation = (line["step"], loss)
             self._take_step(line["step"], line, _clock(line.get("time")))
 
-    def _warn(self, step: int, text: str) -> None:
-        slow = STRAGGLER.search(text)
-        if slow is None:
-            self.alerts.append((step, text))
-        else:
-            self.slow[slow[1]] = (step, slow[2])
+    def _name_slow(self, event: Event) -> None:
+        own = number(event.get("own_s"))
+        usual = number(event.get("usual_s"))
+        if own is not None and usual:
+            where = f"rank {event.get('rank')} on {event.get('machine')}"
+            self.slow[where] = (event["step"], f"{own / usual:.1f}")
 
 
 def number(value: object) -> float | None:

@@ -10,7 +10,9 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.config.schema.resilience import ResilienceConfig
 from mtrain.errors import Preempted, warn
+from mtrain.events.log import STRAGGLER
 from mtrain.train.hooks.base import Hook
+from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.result import StepResult
 from mtrain.units import number_of
@@ -25,9 +27,10 @@ class Stragglers(Hook):
     the steps between.
     """
 
-    def __init__(self, resilience: ResilienceConfig) -> None:
+    def __init__(self, resilience: ResilienceConfig, metrics: Metrics) -> None:
         assert resilience.straggler_interval is not None
         self.keys = resilience
+        self.metrics = metrics
         self.interval = resilience.straggler_interval
         self.own_s: list[float] = []
         """The own time of each step since the last report."""
@@ -76,6 +79,15 @@ class Stragglers(Hook):
         restarts = self.keys.on_straggler == "restart"
         for one in named:
             report = reports[one.rank]
+            self.metrics.note(
+                STRAGGLER,
+                report["step"],
+                rank=one.rank,
+                machine=report["machine"],
+                device=report["device"],
+                own_s=one.own_s,
+                usual_s=one.usual_s,
+            )
             then = f"; the run saves and ends with exit code {Preempted.exit_code}"
             warn(
                 f"step {report['step']}: rank {one.rank} on {report['machine']}"
