@@ -132,8 +132,15 @@ def test_statistics_equal_those_of_one_rank(case: str, alone: Any, tmp_path: Pat
 
 
 @pytest.mark.full
-def test_statistics_of_experts_have_loads_and_biases(tmp_path: Path) -> None:
+def test_statistics_of_experts_have_loads_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import_engine()
+    from mtrain.train.alerts.machines import Experts, OverloadedRank
+
+    # The load of every rank is too much, and one described step enough.
+    monkeypatch.setattr(OverloadedRank, "FACTOR", 0.5)
+    monkeypatch.setattr(Experts, "RECENT", 1)
     train(described("moe", ranks=2, ep=2), tmp_path)
     last = next(e for e in events(tmp_path) if e["step"] == STEPS and e.get("of") == "experts")
     for name in (f"decoder.layers.{layer}.mlp.router" for layer in (1, 2, 3)):
@@ -148,6 +155,8 @@ def test_statistics_of_experts_have_loads_and_biases(tmp_path: Path) -> None:
         assert dropped == 0
         # after one update, each bias has moved by the rate in one of two directions
         assert {abs(bias) for bias in last["biases"][name]} <= {0.0, 0.001}
+    alerts = [event["name"] for event in events(tmp_path) if event["kind"] == "alert"]
+    assert "overloaded_rank" in alerts
 
 
 @pytest.mark.full

@@ -147,7 +147,9 @@ class Curve:
                 line["skipped"] = True
             if step % 2 == 0:
                 load = self.load[place]
-                line["expert_load"] = {f"{layer}": row.tolist() for layer, row in enumerate(load)}
+                line["expert_load"] = {
+                    f"layers.{layer}": row.tolist() for layer, row in enumerate(load)
+                }
                 line["rank_load"] = load.sum(0).reshape(4, 4).sum(1).tolist()
             yield step, line
             if step % self.eval_interval == 0:

@@ -181,8 +181,6 @@ def run_hooks(
         Sample(splits, checkpoints, paths.checkpoint, progress),
         *optional.enabled(run, folder),
     ]
-    if run.log.statistics.interval is not None:
-        hooks.append(Statistics(run, metrics))
     if run.log.sinks:
         hooks.append(Sinks(run, folder))
     if run.resilience.replica_check_interval is not None:
@@ -204,8 +202,8 @@ def run_hooks(
 def watchers(
     run: RunConfig, folder: Path, metrics: Metrics, checkpoints: Checkpoints
 ) -> list[Hook]:
-    """Return the hooks that raise alerts and that sample memory, as far as `log` enables them, and
-    that report a lack of memory.
+    """Return the hooks that raise alerts, sample memory and describe tensors, as far as `log`
+    enables them, and that report a lack of memory.
     """
     found: list[Hook] = []
     see: dict[str, Any] = {}
@@ -216,6 +214,8 @@ def watchers(
     if run.log.memory_interval is not None:
         interval = run.log.memory_interval
         found.append(MemorySamples(interval, metrics, checkpoints.staging_bytes, **see))
+    if run.log.statistics.interval is not None:
+        found.append(Statistics(run, metrics, **see))
     return [*found, OutOfMemory(folder)]
 
 

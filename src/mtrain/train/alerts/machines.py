@@ -171,8 +171,8 @@ class FullMemory(Detector):
 class Experts(Detector):
     """Experts that get no tokens, or ranks that get far more than others.
 
-    It reads `expert_load`, tokens of each expert by layer, and `rank_load`, tokens of each
-    expert-parallel rank. Lines without them do nothing.
+    It reads `expert_load`, tokens of each expert by router, and `rank_load`, tokens of each
+    expert-parallel rank, which steps that `log.statistics` describes have.
     """
 
     RECENT = 5
@@ -214,7 +214,7 @@ class DeadExpert(Experts):
         dead = []
         for layer, load in loads.items():
             least = self.SHARE * sum(load) / len(load)
-            dead += [f"{place} of layer {layer}" for place, got in enumerate(load) if got < least]
+            dead += [f"{place} of {layer}" for place, got in enumerate(load) if got < least]
         more = f" and {len(dead) - 3} more" if len(dead) > 3 else ""
         return f"experts get no tokens: {', '.join(dead[:3])}{more}" if dead else ""
 

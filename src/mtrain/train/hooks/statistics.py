@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.events.log import STATISTICS
@@ -33,9 +35,16 @@ class Statistics(Hook):
 
     collective = True
 
-    def __init__(self, run: RunConfig, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        metrics: Metrics,
+        see: Callable[[int, Mapping[str, Any]], None] = lambda step, line: None,
+    ) -> None:
+        """Give events to `metrics` and, on rank 0, the loads of experts to `see`."""
         self.config = run.log.statistics
         self.metrics = metrics
+        self.see = see
         self.waiting: deque[tuple[int, float, Reading]] = deque()
 
     def start(self, context: TrainContext) -> None:
@@ -104,6 +113,9 @@ class Statistics(Hook):
                 rows = _finished(routed, 1.0)[EXPERTS]
                 facts = {"of": EXPERTS, "columns": experts.COLUMNS, "rows": rows}
                 self.metrics.note(STATISTICS, step, **facts, **_finished(lists, 1.0))
+                ranks = zip(*lists.get("rank_loads", {}).values(), strict=True)
+                if "loads" in lists:
+                    self.see(step, {"expert_load": lists["loads"], "rank_load": [*map(sum, ranks)]})
 
 
 def _finished(found: Rows, scale: float) -> Rows:
