@@ -17,7 +17,7 @@ from mtrain.cli.output import refusal, say_json, table
 from mtrain.config.compose.paths import program
 from mtrain.errors import say, say_page
 from mtrain.goodput.account import percent
-from mtrain.units import duration
+from mtrain.units import duration, number_of
 from mtrain.views.profiles import (
     CONTENT,
     FACTS,
@@ -193,7 +193,7 @@ def _lines(
     if not ranks:
         yield f"{folder}: no trace; the ranges are in the report of Nsight Systems"
         return
-    yield f"{folder}: {len(ranks)} ranks"
+    yield f"{folder}: {number_of(len(ranks), 'rank')}"
     planned = _planned(home)
     slowest = max(ranks, key=lambda one: sum(one.parts.values()) - one.parts["waiting"])
     mean = {part: sum(one.parts[part] for one in ranks) / len(ranks) for part in PARTS}

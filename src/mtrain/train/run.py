@@ -303,13 +303,15 @@ def _introduce(context: TrainContext, splits: Splits, progress: Progress) -> Non
     world = context.world
     samples = run.trainer.micro * world.grid.dp
     counts = sorted({size // samples for _, size in context.batch_sizes})
-    batch = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
+    batch = units.number_of(counts[-1], "micro-batch")
+    if len(counts) > 1:
+        batch = f"{counts[0]} to {batch}"
     trained = sum(adapter_parameters(run))
     adapters = f" that are frozen, adapters of {units.count(trained)}" if trained else ""
     progress.note(
         f"{run.model.name}: {units.count(parameters(run.model))} parameters{adapters}, {world.grid}"
-        f" on {world.size} {world.device.name} ranks, {run.precision.words}, {batch} micro-batches"
-        " per step"
+        f" on {units.number_of(world.size, f'{world.device.name} rank')}, {run.precision.words},"
+        f" {batch} per step"
     )
     for remark in splits.remarks():
         progress.note(remark)
