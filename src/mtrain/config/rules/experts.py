@@ -40,6 +40,9 @@ ALLTOALL: Change = {DISPATCHER: "alltoall"}
 AUX: Change = {BALANCE: "aux_loss"}
 DROPLESS: Change = {CAPACITY: None, "model.moe.token_drop_policy": None, PAD_CAPACITY: False}
 NO_GROUPS: Change = {GROUPS: None, GROUP_TOPK: None}
+JITTER = "model.moe.input_jitter_eps"
+JITTER_ABOVE = {"fp32": 2**-25, "bf16": 2**-9, "fp16": 2**-12}
+"""Format -> half of the distance of 1 to the number below it: 1 less so much is 1 again."""
 PUBLISHED_GROUP_SCORES = {"deepseek_v2": 1, "deepseek_v3": 2}
 """Model -> how many of its best scores a group is worth in the report on it."""
 _GROUPED = f"{TINY} model.moe.num_experts=8 {TOPK}=4"
@@ -402,6 +405,22 @@ def random_routing(run: RunConfig) -> Iterator[Finding]:
     key = "model.moe.router_force_load_balancing"
     if moe is not None and moe.router_force_load_balancing:
         yield Finding("MT239", key, fixes=[{key: False}])
+
+
+@rule(
+    Code("MT540", example=f"{TINY} precision=bf16 {JITTER}=0.001"),
+    reads=f"{JITTER} precision.dtype",
+)
+def router_jitter(run: RunConfig) -> Iterator[Finding]:
+    """Cannot jitter the router's input because 1 - this is 1 in its format."""
+    moe = run.model.moe
+    if moe is None or moe.input_jitter_eps is None:
+        return
+    dtype = run.precision.dtype
+    least = JITTER_ABOVE[dtype]
+    if moe.input_jitter_eps <= least:
+        detail = f"{moe.input_jitter_eps:g} with precision.dtype {dtype}, more than {least:.2g} is"
+        yield Finding("MT540", JITTER, f"{detail} needed", each(JITTER, [0.01, None]))
 
 
 @rule(
