@@ -52,6 +52,7 @@ def _runs(tmp_path: Path, script: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_compilations_ahead_are_found_by_launches(tmp_path: Path) -> None:
     _runs(
         tmp_path,

@@ -53,6 +53,7 @@ def _runs(tmp_path: Path, script: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.full
 def test_launch_every_kind_takes_the_binary_of_triton(tmp_path: Path) -> None:
     _runs(
         tmp_path,

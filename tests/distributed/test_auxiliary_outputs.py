@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig
-from tests.support.covering import some
 from tests.support.forked import import_engine, run_alone, run_ranks
 from tests.support.runs import tiny_run
 
@@ -97,7 +96,8 @@ def _near(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None
         }
 
 
-@pytest.mark.parametrize("name", some(LAYOUTS, ["tp2 sequence parallel, a prediction more"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_auxiliary_outputs_layout_equals_all_logits(name: str) -> None:
     parallel = LAYOUTS[name]
     model = parallel.get("model")

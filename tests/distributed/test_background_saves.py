@@ -222,6 +222,7 @@ def test_background_save_full_disk_may_be_survived(tmp_path: Path) -> None:
     assert [*files_of(tmp_path / "checkpoints")] == ["step_00000004", "step_00000006"]
 
 
+@pytest.mark.full
 def test_background_save_of_last_step_is_tried_again_at_the_end(tmp_path: Path) -> None:
     run = of({"ranks": 2}, async_save=True, on_failure="continue", save_interval=STEPS)
 
@@ -248,6 +249,7 @@ def test_background_save_retries_end_without_a_checkpoint(number: int, tmp_path:
     assert files_of(tmp_path) == {}
 
 
+@pytest.mark.full
 def test_background_save_retry_writes_the_same(tmp_path: Path) -> None:
     run = of({"ranks": 1}, async_save=True, retries=1, save_interval=STEPS)
 

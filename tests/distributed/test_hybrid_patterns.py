@@ -57,7 +57,8 @@ def _train(run: RunConfig, home: Path) -> tuple[list[tuple[float, float]], int]:
     return train_steps(run, 2, save_to=home), own
 
 
-@pytest.mark.parametrize("name", some(CASES, ["gated delta nets pp2"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_hybrid_patterns_layout_equals_one_rank_and_plan(name: str, tmp_path: Path) -> None:
     model, layout = CASES[name]
     one = hybrid(model, "single")

@@ -148,6 +148,7 @@ def test_llava_layout_equals_one_rank(name: str) -> None:
     assert all(row.equal for row in rows), prove.table(rows)
 
 
+@pytest.mark.full
 def test_llava_wrong_images_on_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from mtrain.mcore.models.image_language_model import ImageLanguageModel
 

@@ -186,6 +186,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 def test_megatron_checkpoint_foreign_model_writes_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ def _movement(run: RunConfig) -> float:
     return run_ranks(1, job)[0]
 
 
+@pytest.mark.full
 def test_mup_logits_move_alike_at_every_width() -> None:
     """Run the coordinate check of the paper (appendix D.1)."""
     optim = {"lr": 2e-2, "warmup_iters": 0, "schedule": "constant", "clip_grad": None}

@@ -268,7 +268,8 @@ def test_plan_trace_largest_llama_rank_takes_a_minute() -> None:
 WIDE = cases_of("plan_trace_sharded")
 
 
-@pytest.mark.parametrize("case", some(WIDE, ["fsdp2 bf16"]))
+@pytest.mark.full
+@pytest.mark.parametrize("case", WIDE)
 def test_plan_trace_sharded_peak_equals_real_step(case: str) -> None:
     run = planned(WIDE[case])
     found = traced(run, 0)

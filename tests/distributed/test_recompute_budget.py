@@ -75,7 +75,8 @@ def test_recompute_budget_all_modules_are_not_the_cheapest(monkeypatch: pytest.M
     assert found.cost > SLOWER * best
 
 
-@pytest.mark.parametrize("name", some(sorted(CASES), ["dense pp"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_recompute_budget_fits_by_plan_and_trace(name: str) -> None:
     """Compare the program's own tensors, without the other memory of a process."""
     run = run_of(name, "cpu")

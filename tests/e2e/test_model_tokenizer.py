@@ -165,6 +165,7 @@ def test_model_tokenizer_begun_or_resumed_run_keeps_it(begun: str, home: Path) -
         assert tokens_of_text(home).tolist() == expected(home)
 
 
+@pytest.mark.full
 def test_model_tokenizer_foreign_corpus_is_refused_by_name(home: Path) -> None:
     for name in ("hf", "other"):
         words = (

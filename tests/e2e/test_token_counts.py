@@ -168,7 +168,8 @@ def test_token_counts_longer_samples_keep_gradient(tmp_path: Path) -> None:
     assert reads[1] == pytest.approx(reads[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("iters", [4, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("iters", [4, 2])
 def test_token_counts_killed_evaluation_runs_after_resume(iters: int, tmp_path: Path) -> None:
     words = [*SMALL, "parallel=single", f"trainer.train_iters={iters}", "trainer.eval_iters=1"]
     words += (

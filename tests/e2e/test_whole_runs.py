@@ -155,6 +155,7 @@ def test_whole_run_answers_prompt_file_and_chat_as_json(trained: Path, tmp_path:
     assert text["ended"] == "stop"
 
 
+@pytest.mark.full
 def test_whole_run_evaluation_equals_own_evaluation(trained: Path) -> None:
     own = [line["valid_loss"] for line in metrics(trained) if "valid_loss" in line][-1]
     for words in ([], ["parallel=tp2"]):

@@ -248,7 +248,8 @@ def as_peft_018_adds_it(made: Any, folder: Path) -> None:
             made.get_submodule(name).weight += scale * b @ a
 
 
-@pytest.mark.parametrize("name", some(FOLDERS, ["gpt2"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", FOLDERS)
 def test_peft_exports_compute_as_run_and_round_trip(name: str, tmp_path: Path) -> None:
     kind, words = FOLDERS[name]
     version = "0.18" if "0.18" in name else "0.19"

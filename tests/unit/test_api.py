@@ -76,6 +76,7 @@ def test_api_train_and_generate_return_folder_and_texts(
         api.generate(folder, ["x"], overrides=["parallel=cp2"])
 
 
+@pytest.mark.full
 def test_api_prove_compares_a_layout_with_one_rank() -> None:
     started: list[object] = []
     proof = api.prove(api.load([*TINY, "parallel=tp2"]), before=started.append)
