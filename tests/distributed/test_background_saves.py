@@ -249,7 +249,6 @@ def test_background_save_retries_end_without_a_checkpoint(number: int, tmp_path:
     assert files_of(tmp_path) == {}
 
 
-@pytest.mark.full
 def test_background_save_retry_writes_the_same(tmp_path: Path) -> None:
     run = of({"ranks": 1}, async_save=True, retries=1, save_interval=STEPS)
 
