@@ -157,6 +157,23 @@ def test_plan_time_search_counts_offload_as_plan() -> None:
     )
 
 
+def test_plan_time_reference_adds_its_forwards() -> None:
+    """Expect a third of the step for a reference, as a run of llama_tiny takes on a CPU, and three
+    for kto: answers to other prompts are read by the policy and by the reference.
+    """
+    words = "recipe=dpo/llama31_8b_h100x8 objective.reference="
+    none, frozen, other = (
+        step_time(run_of(words + more)) for more in ("none", "frozen", "frozen objective=kto")
+    )
+    assert none.parts["reference"] == 0
+    reference = frozen.parts["reference"]
+    assert frozen.seconds == pytest.approx(none.seconds + reference)
+    assert 0.3 < reference / none.seconds < 0.34
+    assert other.parts["reference"] == pytest.approx(3 * reference)
+    run = run_of(f"{words}frozen parallel=tp2pp2")
+    assert Costs(run).seconds(run) == pytest.approx(step_time(run).seconds, rel=0.01)
+
+
 def test_plan_time_frozen_weights_skip_host_update() -> None:
     run = run_of("recipe=llama3/70b_h100x8_lora optim.cpu_offload=1.0")
     step = step_time(run)

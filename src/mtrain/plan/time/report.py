@@ -39,6 +39,7 @@ HOW = {
     "ep": "tokens to their experts and back, and waiting for counts",
     "pp": "activations to the next stage and gradients back",
     "bubble": "the slowest stage waits while the pipeline fills and drains",
+    "reference": "forwards of the model that answers are compared with, and of further answers",
     "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
     "optimizer": (
         "the update: its state read and written, and what is made of whole matrices (muon, soap)"
@@ -139,14 +140,16 @@ def _run(run: RunConfig, step: StepTime, save: float | None) -> dict[str, Any]:
 
 def _validation(run: RunConfig, step: StepTime, training: float) -> float:
     """Return the seconds of validation: forwards of its batches, each a third of a step's
-    computation.
+    computation, and those of a reference.
     """
     every = run.trainer.eval_interval
     t = run.trainer
     times = t.steps // every + (t.steps % every > 0) if every else 1
     times += _by_time(t.eval_minutes, training)
     once = sum(step.parts[name] for name in ("dp", "optimizer", "offload"))
-    return times * t.eval_iters * (step.seconds - once) * FORWARD
+    reference = step.parts["reference"]
+    batch = (step.seconds - once - reference) * FORWARD + reference
+    return times * t.eval_iters * batch
 
 
 def _by_time(minutes: float | None, training: float) -> int:

@@ -35,6 +35,7 @@ PARTS = (
     "ep",
     "pp",
     "bubble",
+    "reference",
     "dp",
     "optimizer",
     "offload",
@@ -194,12 +195,34 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     if work.matrices:
         ends["optimizer"] += matrix_seconds(run, work.grid, work.matrices[slowest], device, reached)
     parts |= {name: value / reached.speed for name, value in ends.items()}
+    # No gradient is sent meanwhile, so the time hides nothing.
+    parts["reference"] = further_forwards(run) * _forward(work, times, number, device, reached)
     parts["host"] += _begun(work, work.stages[slowest], device, reached)
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / p.ranks / seconds
     peak = device.peaks[run.precision.multiplies_in]
     causal, every = (flops_of_token(run, causal=c) * tokens / peak for c in (True, False))
     return StepTime(seconds, parts, tokens, causal, every)
+
+
+def further_forwards(run: RunConfig) -> int:
+    """Return how often a step reads its samples in forwards without a backward."""
+    o = run.objective
+    compared = int(o.refers and o.reference != "precomputed")
+    # Answers to other prompts are read by the policy and by what it is compared with.
+    return compared * (1 + o.mismatches) + o.mismatches
+
+
+def _forward(
+    work: StepWork, times: list[float], number: int, device: Device, reached: Efficiencies
+) -> float:
+    """Return the seconds of the forwards of a step's micro-batches, from the seconds that each
+    stage takes forward and backward.
+    """
+    pairs = zip(times, work.stages, strict=True)
+    forward = [time * forward_share(work, stage, device, reached) for time, stage in pairs]
+    slowest = max(forward)
+    return number * slowest + (sum(forward) - slowest) / work.run.parallel.vpp
 
 
 def micro_batch(
@@ -222,6 +245,11 @@ def sides(
     computes = sum(_computed(work, stage, kernels).values())
     host = host_seconds(work, stage, kernels)
     return (computes + host, 0.0) if device.on_host else (computes, host)
+
+
+def forward_share(work: StepWork, stage: Work, device: Device, reached: Efficiencies) -> float:
+    """Return the share of the forward in the seconds of a micro-batch on a stage."""
+    return _forward_share(stage, _kernels(work, device, reached))
 
 
 def exposed(computes: float, host: float, kernels: Kernels) -> float:

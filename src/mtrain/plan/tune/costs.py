@@ -37,7 +37,14 @@ from mtrain.plan.rank import (
 from mtrain.plan.states import main_weight_bytes, stage_weights
 from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import reached_by
-from mtrain.plan.time.step import StepWork, frozen_of, sides, weights_of
+from mtrain.plan.time.step import (
+    StepWork,
+    forward_share,
+    frozen_of,
+    further_forwards,
+    sides,
+    weights_of,
+)
 from mtrain.plan.time.update import done_once, update_bytes
 from mtrain.plan.time.work import work_of
 from mtrain.plan.tune.space import Change, changed
@@ -295,6 +302,10 @@ class Costs:
     def _piece(self, work: StepWork, graph: Graph) -> Piece:
         done = work_of(graph)
         device, host = sides(work, done, self.device, self.reached)
+        if further := further_forwards(work.run):
+            again = 1 + further * forward_share(work, done, self.device, self.reached)
+            device *= again
+            host *= again
         weights = weights_of(done, grouped=True), weights_of(done, grouped=False)
         return np.array((device, host, kept([graph]), *weights, frozen_of(done)))
 
