@@ -99,7 +99,7 @@ def objective_family(run: RunConfig) -> Iterator[Finding]:
     reads=f"{NAME} model.head",
 )
 def head_of_objective(run: RunConfig) -> Iterator[Finding]:
-    """Cannot compute the loss because the objective reads logits, and the model has a value head."""
+    """Cannot compute the loss because the objective reads logits and the model has a value head."""
     if run.model.head and not run.objective.reads_values:
         fixes = [{"model.head": None}, {NAME: "reward"}]
         yield Finding("MT376", "model.head", f"objective.name is {run.objective.name}", fixes)

@@ -20,8 +20,8 @@ class ObjectiveConfig(Section):
     """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
     the model's family masks or writes; label_smoothing: the same with a share of each label for
     every token of the vocabulary. Of pairs of answers: dpo, ipo, kto, orpo, simpo, and reward,
-    which trains a model of rewards; see docs/post_training.md. Installed packages publish others under the entry point group
-    `mtrain.objectives`.
+    which trains a model of rewards; see docs/post_training.md. Installed packages publish others
+    under the entry point group `mtrain.objectives`.
     """
     beta: Annotated[
         PositiveFloat | None,

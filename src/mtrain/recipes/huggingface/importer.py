@@ -15,8 +15,8 @@ from mtrain.config.compose.yaml_reader import MAX_DEPTH, MAX_NODES, UNSHOWN, ref
 from mtrain.config.disk.files import read_text
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind, class_of
 from mtrain.recipes.huggingface.classifiers import CLASSIFIER
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind, class_of
 from mtrain.recipes.huggingface.families import ALIASES, FAMILIES
 from mtrain.recipes.huggingface.families import CLASSES as DECODERS
 from mtrain.recipes.huggingface.granite import GRANITE
