@@ -130,6 +130,11 @@ def export(argv: list[str]) -> int:
         kind, body = _config_of(run, home, options.get("model_type"))
         if run.model.head:
             body = as_classifier(kind, body)
+            if version is not None:
+                rule = "cannot be written because the value head would be left out"
+                raise refusal(
+                    rule, "leave peft out, for the merged model", "MT378", "peft", version
+                )
         checkpoint = CheckpointReader.open(path)
         table = tables(kind, run.model)[0]
         weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
