@@ -24,8 +24,8 @@ from mtrain.plan.states import stage_weights
 from tests.support.forked import import_engine, run_ranks
 
 
-def run_of(*words: str) -> RunConfig:
-    given = ("objective=reward", "data=mock", "parallel=single", *words)
+def run_of(*words: str, layout: str = "single") -> RunConfig:
+    given = ("objective=reward", "data=mock", f"parallel={layout}", *words)
     return resolve(compose(given).run, Machine(cpu_cores=1, memory_bytes=0))
 
 
@@ -85,7 +85,7 @@ def test_value_head_continues_no_text() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["parallel=single", "parallel=tp2pp2"])
+@pytest.mark.parametrize("layout", ["single", "tp2pp2"])
 def test_value_head_begins_on_weights_of_a_plain_run(layout: str, tmp_path: Path) -> None:
     """Start from a language model: the decoder is its own, the head new; then resume from the run
     itself, bit by bit.
@@ -111,7 +111,7 @@ def test_value_head_begins_on_weights_of_a_plain_run(layout: str, tmp_path: Path
         compose(("model=llama_tiny", "data=mock", "parallel=single", "trainer.seed=5")).run,
         Machine(cpu_cores=1, memory_bytes=0),
     )
-    rewards = run_of("model=llama_tiny", layout)
+    rewards = run_of("model=llama_tiny", layout=layout)
     (there,) = run_ranks(1, job, plain, None, "plain")
     ranks = rewards.parallel.ranks
     here = run_ranks(ranks, job, rewards, "plain", "rewards")

@@ -374,7 +374,7 @@ class ModelConfig(Section):
     ] = None
     """The layer behind the last norm. value: one number at each position, by a weight of its own
     with the initial deviation 1/sqrt(hidden_size + 1) (Stiennon et al. 2020, arXiv:2009.01325,
-    appendix B.1), whether or not embeddings are tied; null: value with objective=reward, else
+    appendix B), whether or not embeddings are tied; null: value with objective=reward, else
     the logits of tokens.
     """
     scale_embedding: Annotated[bool, Key(effect=Effect.NUMERICS)] = False
