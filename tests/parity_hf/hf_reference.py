@@ -38,12 +38,12 @@ def configuration(kind: str, values: dict[str, Any]) -> Any:
     return AutoConfig.for_model(kind, **deepcopy(values))  # which writes into what it is given
 
 
-def model(config: Any, seed: int) -> Any:
+def model(config: Any, seed: int, auto: str = "AutoModelForCausalLM") -> Any:
     """Return the model of a configuration with weights such that every part has an effect."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    made = AutoModelForCausalLM.from_config(config, **plain).float().train()
+    made = getattr(transformers, auto).from_config(config, **plain).float().train()
     made.get_input_embeddings().padding_idx = (
         None  # that id has a gradient too: nothing here is padding
     )

@@ -15,6 +15,7 @@ from mtrain.train.objectives.dpo import Dpo
 from mtrain.train.objectives.ipo import Ipo
 from mtrain.train.objectives.kto import Kto
 from mtrain.train.objectives.orpo import Orpo
+from mtrain.train.objectives.reward import Reward
 from mtrain.train.objectives.simpo import Simpo
 from mtrain.train.pairs import PairObjective, pairs_of
 
@@ -58,6 +59,8 @@ def of_a_pair(name: str, c: Tensor, r: Tensor, n: int, m: int) -> Tensor:
         p = torch.exp(c / n)
         q = torch.exp(r / m)
         return -(c / n) - b * torch.log(sig(torch.log(p / (1 - p)) - torch.log(q / (1 - q))))
+    if name == "reward":  # TRL 1.16's RewardTrainer, with center_rewards_coefficient
+        return -torch.log(sig(c - r)) + 0.02 * (c + r) ** 2
     assert name == "simpo"  # arXiv:2405.14734, equation 6
     return -torch.log(sig(b / n * c - b / m * r - 0.7))
 
@@ -73,6 +76,7 @@ CASES: dict[str, tuple[type[PairObjective], dict[str, Any]]] = {
     "kto": (Kto, {"name": "kto", "desirable_weight": 1.3, "undesirable_weight": 0.7}),
     "orpo": (Orpo, {"name": "orpo"}),
     "simpo": (Simpo, {"name": "simpo", "gamma": 0.7}),
+    "reward": (Reward, {"name": "reward", "center_weight": 0.02}),
 }
 
 
@@ -106,7 +110,7 @@ def test_pair_losses_equal_their_formulas(name: str, dtype: torch.dtype, batches
         ref = -3 * torch.rand((4, 5), generator=generator, dtype=dtype)
         mask = torch.rand((4, 5), generator=generator) > 0.4
         mask[:, 2] = True
-        reference = None if name in ("orpo", "simpo") else ref
+        reference = None if name in ("orpo", "simpo", "reward") else ref
         lp.requires_grad_()
         pairs = pairs_of(lp, mask.float(), reference)._replace(baseline=Z)
         found = objective.compare(pairs).losses.sum()

@@ -116,7 +116,7 @@ def _may_defer(run: RunConfig) -> bool:
     """Return whether weights may stay without memory until FSDP shards them; stages add tied
     embeddings up before.
     """
-    tied_stages = run.parallel.pp > 1 and run.model.tie_word_embeddings
+    tied_stages = run.parallel.pp > 1 and run.model.ties_output
     return run.parallel.fsdp != "none" and not tied_stages
 
 

@@ -22,6 +22,7 @@ from mtrain.ckpt.replicas import Replicas, of_machine
 from mtrain.ckpt.retention import Policy
 from mtrain.ckpt.saving.background import BackgroundSaves, Job
 from mtrain.config.compose.dump import run_yaml
+from mtrain.config.schema.model import VALUE_HEAD
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import warn
 from mtrain.mcore import api as mcore
@@ -34,6 +35,7 @@ from mtrain.world.heartbeat import begin_phase
 from mtrain.world.init import World
 from mtrain.world.rank_env import RankEnv
 
+HEAD = f"{VALUE_HEAD}.weight"
 OTHER_BYTES = 1 << 20
 """Room for the states of generators, and for the ends of pages."""
 
@@ -293,9 +295,11 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
 
 
 def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
-    """Restore only the weights. Adapters that the checkpoint lacks keep their initial values."""
+    """Restore only the weights. Adapters and a value head that the checkpoint lacks keep their
+    initial values.
+    """
     held = checkpoint.manifest["tensors"]
-    shards = sharding.model_shards(chunks)
+    shards = [s for s in sharding.model_shards(chunks) if s.key in held or s.weight != HEAD]
     # A checkpoint with some adapters must have all: one that lacks a few is damaged.
     begin = checkpoint.state.get("weights_only") or not any(map(is_adapter, held))
     checkpoint.load(

@@ -27,6 +27,7 @@ from mtrain.errors import ConfigError, CorruptData, MtrainError, say
 from mtrain.launching.signals import scratch_folder
 from mtrain.loading.checkpoints import newest, quoted, target_of
 from mtrain.plan.count import parameters
+from mtrain.recipes.huggingface.classifiers import as_classifier
 from mtrain.recipes.huggingface.exporter import config_json, same_model
 from mtrain.recipes.huggingface.importer import KINDS, as_text, import_config, kind_of, read_json
 from mtrain.units import bytes_, count
@@ -67,6 +68,7 @@ def import_(argv: list[str]) -> int:
     from mtrain.convert.huggingface.folder import CONFIG, is_folder, open_folder
     from mtrain.convert.huggingface.model import import_model
     from mtrain.convert.megatron.torch_dist import is_torch_dist
+    from mtrain.models.gpt.hf import SCORE
 
     if is_torch_dist(source) and not is_folder(source):
         rule = (
@@ -84,7 +86,10 @@ def import_(argv: list[str]) -> int:
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
         kind, checkpoint, record, folder = import_model(run, source, draft)
         # theirs has no adapters
-        found = _logits(run.model_copy(update={"peft": PeftConfig()}), checkpoint, source)
+        if run.model.head and SCORE not in folder.tensors:
+            found = {"left_out": f"the folder has no {SCORE}, and the value head is new"}
+        else:
+            found = _logits(run.model_copy(update={"peft": PeftConfig()}), checkpoint, source)
         certificate.write(draft, "import", kind, record, found)
     size = f"{len(record.source)} tensors, {bytes_(folder.nbytes)}"
     say(
@@ -123,6 +128,13 @@ def export(argv: list[str]) -> int:
         run = read_run_file(path / RUN_FILE)
         home = _home_of(path)
         kind, body = _config_of(run, home, options.get("model_type"))
+        if run.model.head:
+            body = as_classifier(kind, body)
+            if version is not None:
+                rule = "cannot be written because the value head would be left out"
+                raise refusal(
+                    rule, "leave peft out, for the merged model", "MT378", "peft", version
+                )
         checkpoint = CheckpointReader.open(path)
         table = tables(kind, run.model)[0]
         weights = Weights(checkpoint, run, table, model_boxes(run), dtype)
@@ -376,7 +388,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
             f" {largest:.3g}: the weights do not mean the same on both sides, and nothing was"
             " written"
         )
-    tokens = len(b) // run.model.vocab_size
+    tokens = len(b) // (1 if run.model.head else run.model.vocab_size)
     return {"tokens": tokens, "largest_error": apart, "largest_logit": largest}
 
 
@@ -390,9 +402,10 @@ def _plain(run: RunConfig, words: list[str]) -> RunConfig:
     with scratch_folder() as scratch:
         file = scratch / RUN_FILE
         file.write_text(run_yaml(run))
+        rows = 2 if run.objective.pairs else 1
         batch = [
-            "trainer.global_batch_size=1",
-            "trainer.micro_batch_size=1",
+            f"trainer.global_batch_size={rows}",
+            f"trainer.micro_batch_size={rows}",
             "optim=adamw",
             "cluster=local",
         ]

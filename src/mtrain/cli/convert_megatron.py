@@ -137,6 +137,10 @@ def _require_names(run: RunConfig) -> None:
     """Raise ConfigError where megatron-core's checkpoints call the weights of the run's family
     otherwise.
     """
+    if run.model.head:
+        rule = "cannot be converted because Megatron-LM's models have no value head"
+        fix = f"{program()} convert export RUN HF_DIR"
+        raise refusal(rule, fix, "MT378", "model.head", run.model.head)
     family = run.model.family
     fix = "convert import or export, without --megatron"
     if not family_of(run.model).megatron_names:

@@ -188,6 +188,8 @@ def weights_of(run: RunConfig) -> Path | None:
     if other.peft.kind is not None and run.peft.kind is None:
         raise _adapters_left_out(checkpoint, start)
     differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
+    if other.model.head is None:
+        differences.pop("model.head", None)
     if differences:
         where = f"{checkpoint / RUN_FILE} has"
         raise ConfigError(

@@ -189,7 +189,7 @@ def embedding_stages(run: RunConfig) -> list[int]:
         predicting = next(
             (i % p.pp for i, stage in enumerate(stages(run)) if stage.mtp), predicting
         )
-    last = {p.pp - 1} if run.model.tie_word_embeddings or predicting == p.pp - 1 else set()
+    last = {p.pp - 1} if run.model.ties_output or predicting == p.pp - 1 else set()
     return sorted({0, predicting} | last)
 
 

@@ -114,8 +114,12 @@ def require_writing(run: RunConfig) -> None:
     """Require a model that continues text, and whole sequences on every rank.
 
     Raises:
-        ConfigError: the family continues no text, or context parallelism splits a sequence.
+        ConfigError: the family continues no text, the model has a value head, or context
+            parallelism splits a sequence.
     """
+    if run.model.head:
+        fix = "evaluate, for its accuracy on pairs"
+        raise ConfigError.of("MT377", "model.head", run.model.head, "", fix)
     if not family_of(run.model).writes:
         fix = "evaluate, for its loss"
         raise ConfigError.of("MT247", "model.family", run.model.family, "", fix)

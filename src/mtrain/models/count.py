@@ -67,8 +67,8 @@ def frozen_parameters(model: ModelConfig) -> int:
 
 
 def adapter_parameters(run: RunConfig) -> tuple[int, int]:
-    """Return the parameters of the adapters of a run, of layers that every token visits and of
-    routed experts; 0 without.
+    """Return the parameters that a run with adapters trains, those of a value head too, of layers
+    that every token visits and of routed experts; 0 without adapters.
     """
     family = family_of(run.model)
     if run.peft.kind is None or family.weights is None or family.adapted is None:
@@ -82,7 +82,7 @@ def adapter_parameters(run: RunConfig) -> tuple[int, int]:
 
     def sizes(model: ModelConfig, layout: ParallelConfig, stage: Stage) -> Iterator[Weight]:
         for weight in adapted(listed(model, layout, stage), laid_out):
-            if weight.kind == "adapters":
+            if weight.kind == "adapters" or not weight.frozen:
                 expert = ".experts." in weight.name
                 yield replace(weight, kind="experts" if expert else "mlp", frozen=False)
 

@@ -304,6 +304,15 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0, is_part: bool =
     g.add("loss", [logits, *marks], moved=3 * logits.bytes, reads=[logits])
 
 
+def value(g: Graph, r: Rank, hidden: Tensor) -> None:
+    """Add a value head, which each tensor-parallel rank has whole, and the loss of its numbers."""
+    products = [Product(r.split_tokens, 1, r.model.hidden_size)]
+    numbers = Tensor(r.tokens * FP32)
+    arrives = shared_by_tensor_ranks(r, numbers.bytes, "gather")
+    wide = hidden if r.element == FP32 else Tensor(r.split_tokens * r.model.hidden_size * FP32)
+    g.add("value_head", [wide, numbers], products, exchanges=arrives, reads=[hidden])
+
+
 def m_rows(r: Rank) -> int:
     """Return the rows of the output layer on a rank."""
     return r.model.padded_vocab_size // r.layout.tp

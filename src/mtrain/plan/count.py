@@ -55,7 +55,7 @@ def flops_of_token(run: RunConfig, length: int | None = None, *, causal: bool = 
     )
     if run.peft.kind is None:
         return whole
-    table = 0 if model.tie_word_embeddings else model.padded_vocab_size * model.hidden_size
+    table = 0 if model.ties_output else model.padded_vocab_size * model.hidden_size
     dense, experts = adapter_parameters(run)
     visited = (
         experts * model.moe.router_topk / model.moe.num_experts if model.moe is not None else 0.0

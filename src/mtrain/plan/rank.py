@@ -208,8 +208,7 @@ class StageMemory:
         m = self.run.model
         r = self.rank
         both = any(
-            held.embedding and ((held.loss and m.tie_word_embeddings) or held.mtp)
-            for held in self.held
+            held.embedding and ((held.loss and m.ties_output) or held.mtp) for held in self.held
         )
         return m_rows(r) * m.hidden_size * r.element * (both and not r.frozen)
 

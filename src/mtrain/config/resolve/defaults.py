@@ -84,6 +84,13 @@ def is_fine_tuning(run: RunConfig) -> Derived:
     return False, "neither chats nor adapters"
 
 
+def head_of_model(run: RunConfig) -> Derived | None:
+    """Return the layer behind the last norm that an objective reads; None: the output layer."""
+    if run.model.family != "gpt" or not run.objective.reads_values:
+        return None
+    return "value", f"objective.name {run.objective.name}"
+
+
 def data_kind(run: RunConfig) -> Derived:
     """Return the kind of data: chats or text if they are set, local text for a small vocabulary,
     else synthetic tokens.
@@ -290,6 +297,8 @@ def sample_tokens(run: RunConfig) -> Derived:
     d = run.data
     if limited(run.model.family, "trainer.sample_tokens") is not None:
         return 0, f"model.family {run.model.family}, which continues no text"
+    if run.model.head:
+        return 0, f"model.head {run.model.head}"
     if run.trainer.cuda_graph_impl != "none":
         return 0, f"trainer.cuda_graph_impl {run.trainer.cuda_graph_impl}"
     tokenizer = d.kind == "text" or (d.kind == "indexed" and d.tokenizer is not None)
@@ -447,6 +456,7 @@ def fused_accumulation(run: RunConfig) -> Derived:
 
 # The default of each key, in order: later ones read the values of earlier ones.
 STEPS: Mapping[str, Step] = {
+    "model.head": head_of_model,
     "trainer.fine_tuning": is_fine_tuning,
     "data.kind": data_kind,
     "data.tokenizer": tokenizer_of_chats,

@@ -192,4 +192,5 @@ def visited_parameters(model: ModelConfig) -> int:
         )
     attention = 2 * m.head_dim * (m.num_attention_heads + m.query_groups)
     layer = m.hidden_size * (attention + (3 if m.gated else 2) * width)
-    return m.num_layers * layer + m.vocab_size * m.hidden_size * (1 if m.tie_word_embeddings else 2)
+    tables = 1 if m.tie_word_embeddings or m.head else 2
+    return m.num_layers * layer + tables * m.vocab_size * m.hidden_size

@@ -267,7 +267,8 @@ def vocabulary_fit(run: RunConfig) -> Iterator[Finding]:
 @rule(
     Code("MT312", example="data=mock trainer.sample_tokens=8"),
     "MT313",
-    reads="trainer.sample_tokens data.kind parallel.cp data.tokenizer",
+    "MT377",
+    reads="trainer.sample_tokens data.kind parallel.cp data.tokenizer model.head",
 )
 def sample_requirements(run: RunConfig) -> Iterator[Finding]:
     """Cannot generate text because the data has no tokenizer."""
@@ -281,6 +282,8 @@ def sample_requirements(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT312", key, missing, [none])
     if run.parallel.cp > 1:
         yield Finding("MT313", key, f"cp {run.parallel.cp}", [none, {"parallel.cp": 1}])
+    if run.model.head:
+        yield Finding("MT377", key, f"model.head is {run.model.head}", [none])
 
 
 @rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtrain.config.rules.batch import MICRO
-from mtrain.config.rules.finding import DP, Finding, each
+from mtrain.config.rules.finding import DP, Change, Finding, each
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 
@@ -17,7 +17,7 @@ ENCODERS = ("bert", "t5", "llava")
 @rule(
     Code(
         "MT328",
-        help="Use data=preference with objective=dpo, ipo, kto, orpo or simpo.",
+        help="Use data=preference with objective=dpo, ipo, kto, orpo, simpo or reward.",
         example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
     ),
     reads=f"{NAME} data.kind",
@@ -83,14 +83,26 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
         help="Use a decoder-only model.",
         example="model=bert_tiny objective=dpo data=mock",
     ),
-    reads=f"{NAME} model.family",
+    reads=f"{NAME} model.family model.head",
 )
 def objective_family(run: RunConfig) -> Iterator[Finding]:
     """Cannot compare answers because the model is no decoder of text only."""
-    if run.objective.pairs and run.model.family in ENCODERS:
-        detail = f"model.family is {run.model.family}"
+    family = run.model.family
+    if (run.objective.pairs and family in ENCODERS) or (run.model.head and family != "gpt"):
+        detail = f"model.family is {family}"
         hint = "model=llama_tiny, or another decoder-only model"
         yield Finding("MT330", NAME, detail, hint=hint, also=("model.family",))
+
+
+@rule(
+    Code("MT376", help="Leave model.head out.", example="model.head=value"),
+    reads=f"{NAME} model.head",
+)
+def head_of_objective(run: RunConfig) -> Iterator[Finding]:
+    """Cannot compute the loss because the objective reads logits and the model has a value head."""
+    if run.model.head and not run.objective.reads_values:
+        fixes: list[Change] = [{"model.head": None}, {NAME: "reward"}]
+        yield Finding("MT376", "model.head", f"objective.name is {run.objective.name}", fixes)
 
 
 @rule(

@@ -128,7 +128,7 @@ def low_precision_state(run: RunConfig) -> Iterator[Finding]:
         detail = f"{MAIN} is {o.main_params_dtype}"
         yield Finding("MT465", REMAINDER, detail, [{REMAINDER: False}, {MAIN: "fp32"}])
     # Each stage rounds its own copy of the tied embedding, and the copies drift apart.
-    elif o.main_params_dtype != "fp32" and p.pp > 1 and run.model.tie_word_embeddings:
+    elif o.main_params_dtype != "fp32" and p.pp > 1 and run.model.ties_output:
         fixes = [REMAINDERS, {MAIN: "fp32"}]
         yield Finding("MT466", MAIN, f"pp {p.pp}", fixes, also=("model.tie_word_embeddings",))
 

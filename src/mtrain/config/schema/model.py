@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mtrain.models.t5.config import T5Config
 
 VOCAB_MULTIPLE = 128
+# Name of the layer that makes one number of each position, in place of an output layer.
+VALUE_HEAD = "value_head"
 # The condition of keys that only a gated MLP reads.
 GATED = "model.activation=swiglu|geglu|geglu_tanh|quick_geglu"
 
@@ -367,6 +369,14 @@ class ModelConfig(Section):
         ),
     ] = False
     """The output layer shares the embedding's weights."""
+    head: Annotated[
+        Literal["value"] | None, Key(when="model.family=gpt", aka="num_labels score")
+    ] = None
+    """The layer behind the last norm. value: one number at each position, by a weight of its own
+    with the initial deviation 1/sqrt(hidden_size + 1) (Stiennon et al. 2020, arXiv:2009.01325,
+    appendix B), whether or not embeddings are tied; null: value with objective=reward, else
+    the logits of tokens.
+    """
     scale_embedding: Annotated[bool, Key(effect=Effect.NUMERICS)] = False
     """Multiply the token embeddings by sqrt(hidden_size), rounded to the dtype of the weights
     (Gemma).
@@ -495,6 +505,16 @@ class ModelConfig(Section):
         if self.hybrid is not None:
             return self.linear_attention is not None and self.hybrid.is_delta(index)
         return self.linear_attention is not None and (index + 1) % self.linear_attention.freq != 0
+
+    @property
+    def ties_output(self) -> bool:
+        """Return whether the output layer is the embedding; a value head is not."""
+        return self.tie_word_embeddings and self.head is None
+
+    @property
+    def value_head_std(self) -> float:
+        """Return the standard deviation of the initial weights of a value head."""
+        return float((self.hidden_size + 1) ** -0.5)
 
     @property
     def padded_vocab_size(self) -> int:

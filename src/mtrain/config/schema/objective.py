@@ -10,7 +10,7 @@ Reference = Literal["frozen", "adapter_off", "precomputed", "none"]
 LossType = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "apo_zero", "apo_down"]
 # Objectives of pairs of answers; those of the first row compare the policy with a reference.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
-PAIRS = (*WITH_REFERENCE, "orpo", "simpo")
+PAIRS = (*WITH_REFERENCE, "orpo", "simpo", "reward")
 
 
 class ObjectiveConfig(Section):
@@ -19,9 +19,9 @@ class ObjectiveConfig(Section):
     name: Annotated[str, Key(aka="objective rl_algorithm")] = "next_token"
     """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
     the model's family masks or writes; label_smoothing: the same with a share of each label for
-    every token of the vocabulary. Of pairs of answers: dpo, ipo, kto, orpo, simpo; see
-    docs/post_training.md. Installed packages publish others under the entry point group
-    `mtrain.objectives`.
+    every token of the vocabulary. Of pairs of answers: dpo, ipo, kto, orpo, simpo, and reward,
+    which trains a model of rewards; see docs/post_training.md. Installed packages publish others
+    under the entry point group `mtrain.objectives`.
     """
     beta: Annotated[
         PositiveFloat | None,
@@ -63,6 +63,13 @@ class ObjectiveConfig(Section):
     """simpo: the margin between the rewards of both answers (arXiv:2405.14734, which has 0.3 to
     1.6). null: 1.0.
     """
+    center_weight: Annotated[
+        NonNegativeFloat,
+        Key(when="objective.name=reward", aka="center_rewards_coefficient"),
+    ] = 0.0
+    """reward: the weight of the square of the sum of both rewards of a pair, which keeps rewards
+    around 0 (Eisenstein et al. 2023, arXiv:2312.09244; TRL's RewardTrainer names 0.01).
+    """
     desirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
     """kto: the weight of chosen answers (arXiv:2402.01306, lambda_D)."""
     undesirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
@@ -82,6 +89,11 @@ class ObjectiveConfig(Section):
     def pairs(self) -> bool:
         """Return whether a sample is an answer of a pair, the chosen one or the rejected one."""
         return self.name in PAIRS
+
+    @property
+    def reads_values(self) -> bool:
+        """Return whether the loss reads one number at each position, and no log-probability."""
+        return self.name == "reward"
 
     @property
     def refers(self) -> bool:

@@ -15,7 +15,7 @@ Feature = Literal["distributed_optimizer", "fsdp2", "megatron_fsdp", "cpu_offloa
 
 
 # Parts of names of embedding tables and output layers, which do not map from width to width.
-NO_MATRICES = ("embedding", "relative_attention_bias", "output_layer")
+NO_MATRICES = ("embedding", "relative_attention_bias", "output_layer", "value_head")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ def is_installed() -> bool:
 
 
 def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> None:
-    """Save transformers' logits after each of `ids`, fp32 [tokens, vocabulary], as plain numbers.
+    """Save transformers' logits after each of `ids`, fp32 [tokens, vocabulary] or, with a value
+    head, [tokens, 1], as plain numbers.
 
     The family of `model` names the class of transformers that loads the folder, and its inputs
     besides tokens. transformers reads the configuration without running code that it names.
@@ -41,7 +42,8 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
     # publishers name models that are another family's by their own name
     if kind in ALIASES and kind not in transformers.CONFIG_MAPPING:
         plain["config"] = _as_known(kind, values)
-    auto = getattr(transformers, family_of(model).auto_class)
+    name = "AutoModelForSequenceClassification" if model.head else family_of(model).auto_class
+    auto = getattr(transformers, name)
     loaded = auto.from_pretrained(folder, dtype=torch.float32, **plain)
     ids, _, more = probed(model, ids)
     given = {"input_ids": torch.tensor([ids])}
@@ -49,7 +51,12 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
         # both read the same tokens, as in our model without encoder input
         given["decoder_input_ids"] = given["input_ids"]
     with torch.no_grad():
-        found = loaded.eval()(**given, **more).logits
+        if model.head:
+            # its own forward gives the number of the last token only
+            hidden = loaded.eval().base_model(**given, **more).last_hidden_state
+            found = loaded.score(hidden)
+        else:
+            found = loaded.eval()(**given, **more).logits
     found[0].float().numpy().tofile(out)
 
 

@@ -6,11 +6,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mtrain.config.compose.dump import override, spell
 from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.resolve.resolution import Machine, resolve
-from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.model import VALUE_HEAD, ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import adapt, model_boxes
 from mtrain.convert.certificate import Record
@@ -21,9 +22,11 @@ from mtrain.convert.huggingface.folder import (
     Folder,
     open_folder,
 )
+from mtrain.convert.raw_arrays import IN_TORCH
 from mtrain.data.chats.template import FILES as BESIDE_TOKENIZER
 from mtrain.durable import sync
 from mtrain.errors import ConfigError, CorruptData, Problem
+from mtrain.models.gpt.hf import SCORE
 from mtrain.models.registry import family_of, imported
 from mtrain.models.table import Table
 from mtrain.plan.count import parameters
@@ -32,8 +35,12 @@ from mtrain.recipes.huggingface.importer import import_config, kind_of, read_jso
 from mtrain.recipes.imported import Imported
 from mtrain.units import count
 
+if TYPE_CHECKING:
+    import torch
+
 FEW = 3
 """Differing keys of which each is named with its fix."""
+HEAD = f"{VALUE_HEAD}.weight"
 KEPT = "hf"
 """Folder of a run with the companion files of imported weights."""
 TOKENIZER = "tokenizer.json"
@@ -170,9 +177,13 @@ def import_model(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, R
         adapters = read_adapters(Path(run.peft.init_from).expanduser(), run, layer_table(kind))
     reader = Reader(folder)
     given = tables(kind, run.model)
-    checkpoint, record = import_weights(
-        reader, given, run, home / CHECKPOINTS, model_boxes(run), adapters
-    )
+    boxes = model_boxes(run)
+    if run.model.head and SCORE not in reader.names:
+        held, values = adapters or ({}, {})
+        own = {HEAD: boxes.pop(HEAD)}
+        dtype = reader.dtype(next(iter(folder.tensors)))
+        adapters = ({**held, **own}, {**values, HEAD: _new_head(run, dtype)})
+    checkpoint, record = import_weights(reader, given, run, home / CHECKPOINTS, boxes, adapters)
     (home / KEPT).mkdir(exist_ok=True)
     # kept unchanged, for an export back
     for name in (CONFIG, *COMPANIONS):
@@ -182,6 +193,18 @@ def import_model(run: RunConfig, source: Path, home: Path) -> tuple[str, Path, R
         for name in (TOKENIZER, *BESIDE_TOKENIZER):
             copy_if_present(source / name, home / name)
     return kind, checkpoint, record, folder
+
+
+def _new_head(run: RunConfig, dtype: str) -> torch.Tensor:
+    """Return the value head that a run begins with, as a new model has it."""
+    import torch
+
+    from mtrain.assembly import philox
+
+    stream = philox.Stream.of(f"{run.trainer.seed}/{HEAD}/")
+    bits = stream.rows(0, 1, run.model.hidden_size, (0, run.model.hidden_size), None)
+    values = philox.normal(bits) * run.model.value_head_std
+    return values.to(getattr(torch, IN_TORCH[dtype]))
 
 
 def copy_if_present(source: Path, to: Path) -> None:

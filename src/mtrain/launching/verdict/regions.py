@@ -97,7 +97,7 @@ class Layout:
     def _name(self, weight: Weight, held: Stage, at: dict[str, int]) -> str:
         """Return the name of a weight of a stage in the whole model."""
         name = weight.name
-        if name == OUTPUT and self.run.model.tie_word_embeddings:
+        if name == OUTPUT and self.run.model.ties_output:
             return TABLE
         if match := _LAYER.match(name):
             name = f"decoder.layers.{held.layers[int(match[1])]}.{name[match.end() :]}"

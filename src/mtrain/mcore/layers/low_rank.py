@@ -35,6 +35,7 @@ from mtrain_kernels.grouped_gemm.op import PLAIN, grouped_gemm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mtrain.config.schema.model import VALUE_HEAD
 from mtrain.mcore.layers.grouped_linear import ColumnGroupedLinear, RowGroupedLinear
 from mtrain.mcore.layers.linear import ColumnLinear, RowLinear
 from mtrain.mcore.layers.merging import (
@@ -76,14 +77,14 @@ class Parts:
 
 
 def adapt(model: Any, adapter: Adapter, target: tuple[str, ...]) -> None:
-    """Freeze an unwrapped chunk of a model, and give its layers of the kinds in `target` adapters,
-    those of MTP not.
+    """Freeze an unwrapped chunk of a model but for its value head, and give its layers of the kinds
+    in `target` adapters, those of MTP not.
 
     `lora_a` is marked with its distribution and has to be drawn, `lora_b` is 0, and magnitudes are
     what `start_magnitudes` makes of the weights.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(VALUE_HEAD))
     for name, layer in list(model.named_modules()):
         parts = None if name.startswith("mtp.") else _parts_of(name, layer, model.config, target)
         if parts is not None:

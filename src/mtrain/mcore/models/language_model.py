@@ -29,6 +29,7 @@ from mtrain.mcore.layers.embedding import add_in_fp32
 from mtrain.mcore.layers.linear import ColumnLinear, add_scaled, adds_to_main_grad, nothing
 from mtrain.mcore.layers.residual import join_layers
 from mtrain.mcore.layers.rotary import Frequencies, ScaledRotary, TwoBases
+from mtrain.mcore.layers.value_head import ValueHead
 
 FURTHER_LOSS_SHARES = "further_loss_shares"
 """Attribute of a TransformerConfig, [depths]: the divisor of the step over the number of
@@ -365,8 +366,12 @@ class LanguageModel(SummedLosses, GPTModel):
     0.16.1 divides it by the tokens of the main loss, and 0.19 by those of a micro-batch, so that
     another micro-batch size is another gradient. Every loss is over the first `loss_vocab_size`
     ids; logits without labels have all of the padded vocabulary. `features` are
-    the arguments of `complete` apart from the loss.
+    the arguments of `complete` apart from the loss. With `value_head_std`, the deviation of its
+    initial weights, the model gives one number of each position, [b, s], and [b, s, 1] where there
+    are no labels.
     """
+
+    post_process: bool
 
     def __init__(
         self,
@@ -374,12 +379,25 @@ class LanguageModel(SummedLosses, GPTModel):
         loss: str,
         loss_vocab_size: int,
         features: Mapping[str, Any] = {},
+        value_head_std: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         join_layers(self.decoder)
         self.complete(loss, loss_vocab_size, **features)
         self._further_masks: Tensor | None = None
+        if value_head_std is not None and self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(self.config, self.pg_collection.tp, value_head_std)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return megatron-core's, which looks for an output layer on the last stage."""
+        behind = self.post_process
+        self.post_process = hasattr(self, "output_layer")
+        try:
+            return super().sharded_state_dict(*args, **kwargs)
+        finally:
+            self.post_process = behind
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run megatron-core's forward with `further_masks` [b, s, depths], a `loss_mask` for each
@@ -396,6 +414,9 @@ class LanguageModel(SummedLosses, GPTModel):
         loss_mask: Tensor | None = None,
         **context: Any,
     ) -> Tensor:
+        if hasattr(self, "value_head"):
+            values: Tensor = self.value_head(hidden_states)
+            return values.unsqueeze(-1) if labels is None else values
         if labels is None or not self.post_process:
             cache = context.get("inference_context")
             if self.post_process and cache is not None and cache.materialize_only_last_token_logits:

@@ -91,6 +91,9 @@ def chunk(
         **arguments(run, stage),
         **values(GPT_FIELDS, run),
     }
+    if m.head:
+        shared["share_embeddings_and_output_weights"] = False
+        shared["value_head_std"] = m.value_head_std
     if m.builder == "hybrid":
         # Virtual stages take turns: stage v of pipeline rank p is number v * pp + p of all.
         held = [letters(each.layers) for each in stages(run)]

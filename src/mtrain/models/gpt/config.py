@@ -15,6 +15,7 @@ BUILDER: tuple[Limit, ...] = (
         "layers of multi-token prediction are built behind those of a GPTModel",
         (("model.mtp_loss_scaling_factor", None), ("model.mtp_detach_heads", False)),
     ),
+    Limit("model.head", (None,), "a value head stands behind the last norm of a GPTModel"),
     Limit(
         "parallel.recompute.granularity",
         ("none", "selective"),

@@ -19,7 +19,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     """
     weights = counted(stage_weights, model, alike).active_parameters
     table = model.padded_vocab_size * model.hidden_size
-    if not model.tie_word_embeddings:
+    if not model.ties_output:
         weights -= table
     if model.position_embedding_type == "learned_absolute":
         weights -= model.max_position_embeddings * model.hidden_size

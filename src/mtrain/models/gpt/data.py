@@ -25,7 +25,8 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     ends = splits.document_ends
     if run.objective.pairs:
         pairs = source if isinstance(source, PairSamples) else MockPairs(source)
-        return pair_collator(pairs, mismatched=run.objective.mismatches)
+        o = run.objective
+        return pair_collator(pairs, mismatched=o.mismatches, at_ends=o.reads_values)
     if isinstance(source, ChatSamples):
         return chat_collator(source)
     if isinstance(source, WholeDocuments | BlendOfDocuments):

@@ -14,7 +14,7 @@ from mtrain.models.gpt.attention import attention, rotates, windowed
 from mtrain.models.gpt.feed_forward import feed_forward, mixes
 from mtrain.models.gpt.weights import ends
 from mtrain.models.graph import FP32, Graph, Tensor
-from mtrain.models.parts import column, embedding, loss, norm, summed
+from mtrain.models.parts import column, embedding, loss, norm, summed, value
 from mtrain.models.rank import Rank
 
 AddLayer = Callable[[Graph, Rank, Tensor, int], Tensor]
@@ -81,7 +81,10 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
         x = _prediction(g, r, x)
     # Each layer of multi-token prediction has a loss of its own.
     for number in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
-        loss(last, r, x, is_part=number > 0)
+        if m.head:
+            value(last, r, x)
+        else:
+            loss(last, r, x, is_part=number > 0)
     return [first, *graphs, *([end] if held.mtp else []), *predictions, last]
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mtrain.config.schema.model import VALUE_HEAD
 from mtrain.models.table import (
     DELTA,
     EXPERTS,
@@ -28,6 +29,8 @@ from mtrain.models.table import (
     chain,
 )
 
+SCORE = "score.weight"
+"""Name of the head of a model with one label in files of transformers."""
 _ATTENTION = "decoder.layers.{i}.self_attention."
 _THEIR_ATTENTION = "model.layers.{i}.self_attn."
 _MLP = "decoder.layers.{i}.mlp."
@@ -416,6 +419,25 @@ def files(kind: str, model: Any) -> tuple[Table, ...]:
     """Return the tables that a file of a `model_type` may follow; the first is the one that is
     written.
     """
+    found = _files(kind)
+    return tuple(map(_with_value_head, found)) if model.head else found
+
+
+def _with_value_head(table: Table) -> Table:
+    """Return a table with the head of `...ForSequenceClassification`; a file of a causal language
+    model lacks it, and its output layer is left out.
+    """
+    heads = {name for one in table.once if one.ours == "output_layer.weight" for name in one.theirs}
+    kept = tuple(one for one in table.once if one.ours != "output_layer.weight")
+    return replace(
+        table,
+        once=(*kept, Entry(f"{VALUE_HEAD}.weight", (SCORE,))),
+        copies=tuple(copy for copy in table.copies if copy.name not in heads),
+        ignored=(*table.ignored, *map(re.escape, sorted(heads))),
+    )
+
+
+def _files(kind: str) -> tuple[Table, ...]:
     table = replace(TABLES[kind], copies=TIED, ignored=COMPUTED)
     # Files keep the names of the models' authors; transformers renames them as it loads.
     if kind in ("mixtral", "minimax_m2"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from mtrain.config.resolve.stages import Stage
-from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.model import VALUE_HEAD, ModelConfig
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.peft import PeftConfig
@@ -22,7 +22,7 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
     """
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
-    apart = m.tie_word_embeddings and not (held.embedding and held.loss)
+    apart = m.ties_output and not (held.embedding and held.loss)
     if held.embedding or held.mtp:
         # The stages of embedding, MTP and loss each hold the table, and add up its gradient.
         again = apart or (bool(m.mtp_num_layers) and not (held.embedding and held.mtp))
@@ -36,8 +36,11 @@ def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[We
         yield from norm(m, "decoder.final_layernorm", h)
     for number in range(min(held.mtp, m.mtp_held)):
         yield from prediction(m, p, f"mtp.layers.{number}")
-    if held.loss and not (m.tie_word_embeddings and (held.embedding or held.mtp)):
-        yield Weight("output_layer.weight", (rows, h), "output", shared=m.tie_word_embeddings)
+    if held.loss and not (m.ties_output and (held.embedding or held.mtp)):
+        if m.head:
+            yield Weight(f"{VALUE_HEAD}.weight", (1, h), "output", whole=True)
+        else:
+            yield Weight("output_layer.weight", (rows, h), "output", shared=m.ties_output)
 
 
 def buffers(m: ModelConfig) -> Iterator[Weight]:
@@ -238,11 +241,11 @@ def prediction(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]
 
 
 def adapted(weights: Iterable[Weight], run: RunConfig) -> Iterator[Weight]:
-    """Yield the weights of a stage, frozen, and those of the adapters of a layer behind its own;
-    MTP layers have none.
+    """Yield the weights of a stage, frozen but for a value head, and those of the adapters of a
+    layer behind its own; MTP layers have none.
     """
     for layer, group in groupby(weights, lambda weight: weight.name.rpartition(".")[0]):
-        own = [replace(weight, frozen=True) for weight in group]
+        own = [replace(weight, frozen=layer != VALUE_HEAD) for weight in group]
         yield from own
         if layer.startswith("mtp."):
             continue

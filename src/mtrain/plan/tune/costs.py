@@ -292,7 +292,7 @@ class Costs:
         # losses
         if ends:
             behind[EXPERTS:] = elements(one, Stage(range(0), mtp=ends, loss=True))
-        twice[column(run)] = table(run) * bool(m.tie_word_embeddings or ends)
+        twice[column(run)] = table(run) * bool(m.ties_output or ends)
         largest = float(body[:, EXPERTS:].sum(1).max())
         sent = r.split_tokens * m.hidden_size * r.element
         # only the last stage has a loss, whose saved tensors count there

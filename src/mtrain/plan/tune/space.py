@@ -66,10 +66,11 @@ def balanced(layers: int, pp: int, vpp: int, first: float, last: float) -> Sizes
 def ends_of(model: ModelConfig) -> tuple[float, float]:
     """Return the cost of embedding and loss in layers, by the weights that a token visits."""
     table = model.padded_vocab_size * model.hidden_size
-    tables = 1 if model.tie_word_embeddings else 2
+    tables = 1 if model.tie_word_embeddings or model.head else 2
     layer = max(1.0, (active_parameters(model) - tables * table) / model.num_layers)
     again = model.mtp_num_layers or 0
-    return 0.0, table / layer * (1 + again) + again
+    loss = 0.0 if model.head else table / layer
+    return 0.0, loss * (1 + again) + again
 
 
 S = TypeVar("S", bound=Section)

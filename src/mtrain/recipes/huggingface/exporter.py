@@ -23,7 +23,7 @@ TRAINING = frozenset(
     re.findall(
         r"[\w.]+",
         """
-        mtp_detach_heads name builder mask_padded_vocab attention_dropout hidden_dropout
+        mtp_detach_heads name builder head mask_padded_vocab attention_dropout hidden_dropout
         init_method_std embedding_init_method_std mtp_num_layers mtp_loss_scaling_factor
         moe.aux_loss_coeff moe.z_loss_coeff moe.router_load_balancing_type
         moe.router_bias_update_rate moe.router_padding_for_quantization moe.input_jitter_eps

@@ -15,6 +15,7 @@ from mtrain.config.compose.yaml_reader import MAX_DEPTH, MAX_NODES, UNSHOWN, ref
 from mtrain.config.disk.files import read_text
 from mtrain.config.schema.model import ModelConfig
 from mtrain.errors import ConfigError, Problem
+from mtrain.recipes.huggingface.classifiers import CLASSIFIER
 from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind, class_of
 from mtrain.recipes.huggingface.families import ALIASES, FAMILIES
 from mtrain.recipes.huggingface.families import CLASSES as DECODERS
@@ -56,6 +57,7 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
             f"{given['model_type']} reads images too: only the text model is read;"
             " vision_config and the projector are left out"
         )
+    _read_head(file, d)
     d["model.name"] = name_of(path.resolve().parent if path.stem == "config" else path)
     file.finish()
     # the recipe is left open until a person has looked at these
@@ -64,6 +66,20 @@ def import_config(path: Path, extra: Sequence[str] = ()) -> Imported:
     return Imported(
         as_published(build(d, Arguments(()), extra, source)), file.unplaced, file.notes, left
     )
+
+
+def _read_head(file: ConfigFile, draft: Draft) -> None:
+    """Add the value head of a classifier of one label; refuse one of several."""
+    names = file.original.get("architectures")
+    if not isinstance(names, list) or not str(names[:1]).endswith(f"{CLASSIFIER}']"):
+        return
+    labels = file.original.get("id2label")
+    # transformers gives a file that says nothing two labels
+    said = len(labels) if isinstance(labels, dict) else file.original.get("num_labels", 2)
+    if said != 1:
+        key = "id2label" if isinstance(labels, dict) else "num_labels"
+        file.differs(key, f"the model has {said} labels, and a value head gives one number")
+    draft |= {"model.head": "value", "objective.name": "reward"}
 
 
 def kind_of(values: Json) -> str:
