@@ -13,7 +13,7 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.huggingface.model import HEAD, _new_head
-from mtrain.data.batch import last_learned
+from mtrain.data.batch import at_last_tokens
 from mtrain.data.chats.samples import Sample
 from mtrain.errors import ConfigError
 from mtrain.layout.grid import held_stages
@@ -29,15 +29,18 @@ def run_of(*words: str, layout: str = "single") -> RunConfig:
     return resolve(compose(given).run, Machine(cpu_cores=1, memory_bytes=0))
 
 
-def sample(*learned: int) -> Sample:
-    marks = np.array(learned, np.bool_)
-    return Sample(np.arange(len(marks)), marks, (0,), (0,))
+def sample(*tokens: int) -> Sample:
+    ids = np.array(tokens)
+    return Sample(ids, ids == 7, (0,), (0,))
 
 
-def test_last_learned_token_is_read_in_its_own_place() -> None:
-    rows = [sample(0, 1, 1, 0, 0), sample(0, 0, 1, 0, 1), sample(0, 1, 0, 1, 0)]
-    found = last_learned(rows)
-    assert found.tolist() == [[0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 1]]
+def test_value_head_is_read_at_the_last_token() -> None:
+    """Read the token behind the learned ones, too, which a template writes, as transformers
+    does.
+    """
+    rows = [sample(3, 7, 7, 4, -1), sample(3, 7, -1, -1, -1), sample(3, 7, 7, 7, 7)]
+    found = at_last_tokens(rows)
+    assert found.tolist() == [[0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1]]
 
 
 def test_value_head_is_counted_in_place_of_output() -> None:

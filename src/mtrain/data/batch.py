@@ -417,14 +417,14 @@ def pair_collator(source: Any, *, mismatched: bool, at_ends: bool = False) -> Co
     """Return the collator for answers of pairs, from a source such as `PairSamples`.
 
     `mismatched` adds after each prompt the answer of the same kind of the next pair. `at_ends`
-    weighs the last learned token of each answer, in its own place, instead of the predictions.
+    weighs the last token of each answer, in its own place, instead of the predictions.
     """
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         samples = [source.sample(number) for number in numbers]
         batch = collate(samples, packed=False)
         if at_ends:
-            batch["loss_mask"] = last_learned(samples)
+            batch["loss_mask"] = at_last_tokens(samples)
         if isinstance(source, PairSamples) and source.scores is not None:
             scores = source.scores[[source.row_of(number) for number in numbers]]
             batch["reference_log_probabilities"] = at_first_labels(batch["loss_mask"], scores)
@@ -439,15 +439,11 @@ def pair_collator(source: Any, *, mismatched: bool, at_ends: bool = False) -> Co
     return collator
 
 
-def last_learned(samples: list[Sample]) -> torch.Tensor:
-    """Return 1 at the last learned token of each sample that is an input, and 0 elsewhere: fp32 [n,
-    s].
-    """
-    learned = np.stack([sample.learned for sample in samples])
-    length = learned.shape[1] - 1
-    # The token behind a whole window is a label and no input: the one before it stands in.
-    last = np.minimum(length - learned[:, ::-1].argmax(axis=1), length - 1)
-    found = np.zeros((len(samples), length), np.float32)
+def at_last_tokens(samples: list[Sample]) -> torch.Tensor:
+    """Return 1 at the last input of each sample that is a token, and 0 elsewhere: fp32 [n, s]."""
+    held = np.stack([sample.tokens[:-1] != NOTHING for sample in samples])
+    last = held.shape[1] - 1 - held[:, ::-1].argmax(axis=1)
+    found = np.zeros(held.shape, np.float32)
     found[np.arange(len(samples)), last] = 1
     return torch.from_numpy(found)
 

@@ -12,7 +12,7 @@ LENGTHS = ("chosen_tokens", "rejected_tokens")
 
 class Reward(PairObjective):
     """The negative log-probability that the chosen answer wins, from the numbers that a value head
-    gives the last learned tokens of both answers.
+    gives the last tokens of both answers, where transformers reads them.
     """
 
     reads_log_probabilities = False
