@@ -101,7 +101,7 @@ def _value(run: RunConfig, path: str) -> object:
     ),
     reads=(
         f"{STATE} optim.name parallel.distributed_optimizer parallel.fsdp precision.dtype"
-        f" {OFFLOAD} parallel.pp model.tie_word_embeddings"
+        f" {OFFLOAD} parallel.pp model.tie_word_embeddings model.head"
     ),
 )
 def low_precision_state(run: RunConfig) -> Iterator[Finding]:
