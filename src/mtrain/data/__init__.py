@@ -6,6 +6,7 @@ itself. Only `mtrain.data.batch` imports torch.
 
 from __future__ import annotations
 
+from mtrain.data.chats.prompts import PromptSamples
 from mtrain.data.chats.samples import ChatSamples, PairSamples
 from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.samples.token_stream import Samples
@@ -26,6 +27,7 @@ __all__ = [
     "Corpus",
     "ImageTextSamples",
     "PairSamples",
+    "PromptSamples",
     "Samples",
     "Splits",
     "WholeDocuments",

@@ -271,7 +271,7 @@ class PairSamples:
 
 def open_chats(
     data: DataConfig, vocab_size: int, seed: int, corpus: Corpus, need: Sequence[str]
-) -> dict[str, ChatSamples | PairSamples | None]:
+) -> dict[str, Any]:
     """Return the samples of each split: consecutive chats, at least one for a share above zero.
 
     Raises ConfigError if a needed split has nothing to learn, or the tokenizer has more ids than
@@ -280,10 +280,10 @@ def open_chats(
     problem = corpus.vocabulary_problem(vocab_size)
     if problem is not None:
         raise ConfigError([problem])
-    chats = Prepared(corpus, 1 if data.kind == "sft" else 2)
+    chats = Prepared(corpus, 2 if data.kind == "preference" else 1)
     learnable = chats.learnable(data.length)
     problems = []
-    out: dict[str, ChatSamples | PairSamples | None] = dict.fromkeys(SHARES)
+    out: dict[str, Any] = dict.fromkeys(SHARES)
     for name, part in zip(SHARES, split_records(len(chats), data.split), strict=True):
         kept = part.start + np.flatnonzero(learnable[part.start : part.stop])
         if len(kept):
@@ -318,7 +318,7 @@ def _samples(
     vocab_size: int,
     seed: int,
     name: str,
-) -> ChatSamples | PairSamples:
+) -> Any:
     documents = (chats.group * kept[:, None] + np.arange(chats.group)).ravel()
     lengths = chats.dataset.lengths[chats.group * part.start : chats.group * part.stop]
     multiple = None
@@ -328,6 +328,11 @@ def _samples(
         "cut": int((lengths > data.length).sum()),
         "left_out": len(part) - len(kept),
     }
+    if data.kind == "prompts":
+        # Here: prompts are ordered as chats are, by classes of this module.
+        from mtrain.data.chats.prompts import PromptSamples
+
+        return PromptSamples(chats, kept, data.length, seed, vocab_size, name, counts)
     if data.kind == "preference":
         return PairSamples(chats, kept, data.length, seed, vocab_size, name, counts)
     windows = Windows(kept, np.arange(len(kept) + 1))
