@@ -68,7 +68,7 @@ class LocalEngine:
             rows = torch.tensor([(t + [0] * length)[:length] for t in texts], device=device)
             places = torch.tensor([min(len(t), length) - 1 for t in texts], device=device)
 
-            def take(logits: torch.Tensor) -> torch.Tensor:
+            def take(logits: torch.Tensor, places: torch.Tensor = places) -> torch.Tensor:
                 whole = mcore.gather_from_tensor_model_parallel_region(logits)
                 return whole[torch.arange(len(texts)), places, :vocabulary]
 
