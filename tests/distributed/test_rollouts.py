@@ -48,7 +48,7 @@ def alone(loss: str, moe: bool) -> tuple[list[dict[str, float]], Path]:
 @pytest.mark.parametrize(
     "case", some([f"{loss} {way}" for way in LAYOUTS for loss in LOSSES], ["gspo cp2"])
 )
-def test_answers_split_is_the_same_step(case: str, tmp_path: Path) -> None:
+def test_rollouts_split_is_the_same_step(case: str, tmp_path: Path) -> None:
     import_engine()
     loss, layout = case.split()
     wanted, folder = alone(loss, "moe" in LAYOUTS[layout])
@@ -64,7 +64,7 @@ def test_answers_split_is_the_same_step(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("faulty", [False, True])
-def test_answers_micro_batches_divide_once(faulty: bool, tmp_path: Path) -> None:
+def test_rollouts_micro_batches_divide_once(faulty: bool, tmp_path: Path) -> None:
     """Divide once; the seeded fault, a mean of means of micro-batches, is another gradient."""
 
     def job(micro: int, folder: Path) -> list[dict[str, float]]:

@@ -121,20 +121,20 @@ def test_policy_losses_equal_those_of_trl(kind: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_grpo_advantages_equal_those_of_trl(scale: str) -> None:
+def test_policy_advantages_equal_those_of_trl(scale: str) -> None:
     rewards = torch.from_numpy(np.random.default_rng(0).normal(size=12))
     found = objective_of("grpo", scale_rewards=scale).advantages(rewards.numpy().reshape(4, GROUP))
     assert np.allclose(found.ravel(), trl_advantages("grpo", rewards, scale).numpy(), atol=1e-12)
 
 
-def test_equal_rewards_have_no_advantage() -> None:
+def test_policy_equal_rewards_have_no_advantage() -> None:
     same = np.full((2, GROUP), 0.7)
     for kind, scale in (("grpo", "group"), ("grpo", "batch"), ("rloo", None)):
         assert np.abs(objective_of(kind, scale_rewards=scale).advantages(same)).max() < 1e-9
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_divergence_estimators_are_those_of_schulman(estimator: str) -> None:
+def test_policy_divergences_are_those_of_schulman(estimator: str) -> None:
     x = torch.linspace(-2, 2, 9, dtype=torch.float64)
     wanted = {"k1": -x, "k2": x**2 / 2, "k3": torch.exp(x) - 1 - x}[estimator]
     assert torch.allclose(divergence_of(torch.zeros_like(x), x, estimator), wanted, atol=1e-12)

@@ -77,6 +77,6 @@ def test_prompts_without_room_are_refused(tmp_path: Path) -> None:
         ({"prompt": []}, "prompt is not a list of messages"),
     ],
 )
-def test_prompt_is_refused(line: dict[str, Any], why: str) -> None:
+def test_prompts_wrong_line_is_refused(line: dict[str, Any], why: str) -> None:
     with pytest.raises(CorruptData, match=why):
         parse_prompt(line)

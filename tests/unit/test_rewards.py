@@ -19,15 +19,20 @@ def infinite(sampled): return float("inf")
 def greedy(sampled): return len(bytearray(1 << 36))
 def talking(sampled): print("hello"); return 0.25
 """
-ENTRIES = "\n".join(
-    f"{n} = own:{n}" for n in ("endless", "broken", "infinite", "greedy", "talking")
-)
+NAMES = ("endless", "broken", "infinite", "greedy", "talking")
+ENTRIES = "\n".join(f"{name} = own:{name}" for name in NAMES)
 
 
 def sampled(text: str, **more: Any) -> Sampled:
     settings = {"answer_column": "answer", "pattern": "<a>.*</a>", "free_tokens": 4}
-    given = {"record": {"answer": " 7 "}, "tokens": 6, "most_tokens": 8, "ended": True}
-    return Sampled(text, **{**given, **more}, settings=settings)
+    given: dict[str, Any] = {
+        "record": {"answer": " 7 "},
+        "tokens": 6,
+        "most_tokens": 8,
+        "ended": True,
+    }
+    given |= more
+    return Sampled(text, settings=settings, **given)
 
 
 @pytest.mark.parametrize(
@@ -42,17 +47,17 @@ def sampled(text: str, **more: Any) -> Sampled:
         ("length", sampled("", tokens=8), 0.0),
     ],
 )
-def test_reward_has_its_value(name: str, one: Sampled, wanted: float) -> None:
+def test_rewards_have_their_values(name: str, one: Sampled, wanted: float) -> None:
     assert reward_named(name)(one) == wanted
 
 
-def test_reward_math_compares_values() -> None:
+def test_rewards_math_compares_values() -> None:
     pytest.importorskip("math_verify")
     assert reward_named("math")(sampled("It is $\\frac{14}{2}$.")) == 1.0
 
 
 @pytest.mark.full
-def test_reward_failures_are_named_and_replaced(
+def test_rewards_failures_are_named_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Name what fails, and go on with the next answer in another process."""

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from mtrain.data.batch import Collator, MicroBatch, Source, averaged, collate
-from mtrain.data.chats.prompts import PromptSamples
-from mtrain.data.chats.samples import NOTHING, Sample
+from mtrain.data.chats.samples import NOTHING, PromptSamples, Sample
 
 
 @dataclass(frozen=True)

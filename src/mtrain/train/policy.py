@@ -91,6 +91,8 @@ class PolicyObjective(Objective):
 
         o = self.run.objective
         weights = batch["loss_mask"]
+        # With one update for each batch of rollouts, the policy that sampled is this one: the ratio
+        # is exactly 1, whatever rounding makes of the sampler's log-probabilities.
         old = batch.get(OLD, output.detach())
         tokens = Tokens(output, old, batch[ADVANTAGES], weights)
         judged = self.judge(tokens, mcore.parallel_state.get_context_parallel_group())
@@ -111,6 +113,7 @@ class PolicyObjective(Objective):
         self, tokens: Tokens, sampled: Tensor, judged: Judged, divergence: Tensor
     ) -> dict[str, Tensor]:
         counted = (tokens.weights > 0).double()
+        # Padding has labels too, which nobody sampled.
         gap = torch.where(tokens.weights > 0, tokens.old.double() - sampled.double(), 0.0)
         ratio = gap.exp()
         values = {
@@ -155,6 +158,7 @@ def summed_over_answers(
     """
     counted = (weights > 0).double()
     sums = torch.stack([(values.detach().double() * counted).sum(-1), counted.sum(-1)])
+    # Context-parallel ranks have parts of an answer, whose ratio is one number.
     if group is not None and group.size() > 1:
         dist.all_reduce(sums, group=group)
     total, tokens = sums[..., None]

@@ -46,7 +46,7 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
     reads=(
         f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy trainer.loss_average"
         " trainer.cuda_graph_impl data.kind data.packed data.fim.rate objective.reference"
-        " parallel.fsdp"
+        " objective.kl_coef parallel.fsdp"
     ),
 )
 def objective_terms(run: RunConfig) -> Iterator[Finding]:

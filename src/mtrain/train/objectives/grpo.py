@@ -56,6 +56,7 @@ def policy_losses(
     """
     ratio = (tokens.current - tokens.old).exp()
     if kind == "cispo":
+        # The weight is a constant, so that a clipped token keeps a gradient.
         bounded = ratio.detach().clamp(1 - low, 1 + high)
         clipped = bounded != ratio.detach()
         return Judged(-bounded * tokens.advantages * tokens.current, clipped)

@@ -79,6 +79,7 @@ class RolloutFeed:
         )
         r = run.rollout
         self._judges = None
+        # Rewards are foreign code, which may be slow or random: one rank has them computed.
         if context.world.is_rank0:
             self._judges = Judges(r.reward_workers, r.reward_seconds, r.reward_memory_gib)
         self._last: Step | None = None
@@ -109,6 +110,7 @@ class RolloutFeed:
         advantages = self._objective.advantages(groups).ravel()
         self._last = Step((consumed, size), rollouts, advantages)
         seconds = {"rollout_s": sampled - begun, "reward_s": time.perf_counter() - sampled}
+        # The device may be steps behind: the numbers of a step wait for its record.
         measured = {**self._described(rollouts, rewards, groups), **seconds}
         self._measured[self._context.state.step + 1] = measured
         return self._batches(self._context.world.coords["dp"])

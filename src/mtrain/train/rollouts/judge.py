@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
 
+from mtrain import strict_json
 from mtrain.processes import die_with
 from mtrain.train.rewards import Reward, Sampled, reward_named
 
@@ -19,6 +21,7 @@ def main() -> None:
     die_with(int(sys.argv[1]))
     limit = int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # A process that is killed at its limit would write gigabytes of a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # What a reward prints must not be taken for its value.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -30,11 +33,12 @@ def main() -> None:
             name = asked["name"]
             if name not in known:
                 known[name] = reward_named(name)
-            found = {"value": float(known[name](Sampled(**asked["sampled"])))}
+            value = float(known[name](Sampled(**asked["sampled"])))
+            found = {"value": value} if math.isfinite(value) else {"why": f"it returned {value}"}
         # A reward is code of somebody else: whatever it raises, the run says which it was.
         except BaseException as error:
             found = {"why": f"{type(error).__name__}: {error}"[:500]}
-        out.write(json.dumps(found) + "\n")
+        out.write(strict_json.dumps(found) + "\n")
         out.flush()
 
 

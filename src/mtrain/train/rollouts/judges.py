@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from mtrain import strict_json
 from mtrain.train.rewards import Sampled
 from mtrain.units import GIB
 
@@ -50,6 +51,7 @@ class Judges:
         return [[next(found) for _ in names] for _ in answers]
 
     def _verdict(self, asked: tuple[str, dict[str, Any]]) -> Verdict:
+        # As many threads as processes: one is always idle here.
         process = self._idle.get()
         try:
             verdict = process.verdict(*asked, self._seconds)
@@ -72,6 +74,7 @@ class _Process:
 
     def __init__(self, memory: int) -> None:
         command = [sys.executable, "-m", "mtrain.train.rollouts.judge", str(os.getpid())]
+        # A new interpreter: a fork of a rank would share its device and its threads.
         self._child = subprocess.Popen(
             [*command, str(memory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
@@ -81,7 +84,7 @@ class _Process:
     def verdict(self, name: str, sampled: dict[str, Any], seconds: float) -> Verdict:
         """Return one verdict; the process is `ended` if it took too long or died."""
         assert self._child.stdin is not None
-        line = json.dumps({"name": name, "sampled": sampled}).encode() + b"\n"
+        line = strict_json.dumps({"name": name, "sampled": sampled}).encode() + b"\n"
         begun = time.monotonic()
         try:
             self._child.stdin.write(line)
@@ -97,8 +100,6 @@ class _Process:
         found = json.loads(answer)
         if "why" in found:
             return Verdict(math.nan, found["why"])
-        if not math.isfinite(found["value"]):
-            return Verdict(math.nan, f"it returned {found['value']}")
         return Verdict(found["value"])
 
     def _line(self, deadline: float) -> bytes:
