@@ -14,6 +14,7 @@ from mtrain.config.schema.base import (
     Section,
 )
 
+JUDGED = "objective.name=grpo|rloo and rollout.rewards"
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -45,24 +46,22 @@ class RolloutConfig(Section):
     entry point group `mtrain.rewards`.
     """
     reward_weights: Annotated[
-        Annotated[tuple[float, ...], Field(min_length=1)] | None, Key(when="rollout.rewards")
+        Annotated[tuple[float, ...], Field(min_length=1)] | None, Key(when=JUDGED)
     ] = Field(default=None, strict=False)
     """The factor of each of `rewards` in their sum. null: 1."""
-    answer_column: Annotated[str, Key(when="rollout.rewards")] = "answer"
+    answer_column: Annotated[str, Key(when=JUDGED)] = "answer"
     """Key of the lines of data.path with the right answer."""
-    pattern: Annotated[str | None, Key(when="rollout.rewards", aka="format_pattern")] = None
+    pattern: Annotated[str | None, Key(when=JUDGED, aka="format_pattern")] = None
     """format: a regular expression, as Python's re reads it, in which a dot is any character."""
-    free_tokens: Annotated[PositiveInt | None, Key(when="rollout.rewards", unit="tokens")] = None
+    free_tokens: Annotated[PositiveInt | None, Key(when=JUDGED, unit="tokens")] = None
     """length: the tokens up to which an answer has the whole reward. null: half of max_tokens."""
-    reward_seconds: Annotated[Seconds, Key(when="rollout.rewards", effect=Effect.RUNTIME)] = 5.0
+    reward_seconds: Annotated[Seconds, Key(when=JUDGED, effect=Effect.RUNTIME)] = 5.0
     """The most time of one function for one answer."""
-    reward_memory_gib: Annotated[
-        PositiveFloat, Key(when="rollout.rewards", effect=Effect.RUNTIME)
-    ] = 4.0
+    reward_memory_gib: Annotated[PositiveFloat, Key(when=JUDGED, effect=Effect.RUNTIME)] = 4.0
     """The most memory of each process that runs them."""
-    reward_workers: Annotated[PositiveInt, Key(when="rollout.rewards", effect=Effect.RUNTIME)] = 2
+    reward_workers: Annotated[PositiveInt, Key(when=JUDGED, effect=Effect.RUNTIME)] = 2
     """Processes that run them, next to the first rank."""
-    failed_rewards: Annotated[Share, Key(when="rollout.rewards")] = 0.01
+    failed_rewards: Annotated[Share, Key(when=JUDGED)] = 0.01
     """The share of a step's rewards that may fail: the function raised, took too long, or returned
     no finite number. Such a reward is 0, and the run says which it was. Above it, the run ends.
     """
