@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from mtrain.config.machine import installed
+from mtrain.config.resolve.batches import stages
 from mtrain.config.rules.batch import MICRO
-from mtrain.config.rules.finding import DP, Finding, each, multiples
+from mtrain.config.rules.finding import Finding, each, multiples
 from mtrain.config.rules.rule import Code, rule
 from mtrain.config.schema.run import RunConfig
 
@@ -16,6 +17,7 @@ NAME = "objective.name"
 GROUP = "objective.group_size"
 BATCH = "trainer.global_batch_size"
 REWARDS = "rollout.rewards"
+RAMP = "trainer.batch_size_schedule"
 GRPO = "objective=grpo data=mock data.seq_length=64"
 
 
@@ -39,7 +41,7 @@ def sampled_answers(run: RunConfig) -> Iterator[Finding]:
         text="Cannot compare the answers to a prompt because a step holds a part of a group.",
         example=f"{GRPO} {GROUP}=8 {BATCH}=12 {MICRO}=4",
     ),
-    reads=f"{NAME} {GROUP} {BATCH} trainer.batch_size_schedule {MICRO} {DP}",
+    reads=f"{NAME} {GROUP} {BATCH} {RAMP}",
 )
 def whole_groups(run: RunConfig) -> Iterator[Finding]:
     """Cannot compare the answers to a prompt because there is one."""
@@ -48,9 +50,9 @@ def whole_groups(run: RunConfig) -> Iterator[Finding]:
         return
     if o.whole == 1:
         yield Finding("MT339", GROUP, f"objective.name is {o.name}", each(GROUP, [8, 4, 2]))
-    elif run.trainer.batch % o.whole:
+    elif odd := [size for _, size in stages(run) if size % o.whole]:
         sizes = multiples(run.trainer.batch, o.whole)
-        detail = f"{run.trainer.batch} samples, groups of {o.whole}"
+        detail = f"{odd[0]} samples, groups of {o.whole}"
         groups = [n for n in (o.whole // 2, 4, 2) if n > 1 and run.trainer.batch % n == 0]
         yield Finding("MT347", BATCH, detail, [*each(BATCH, sizes), *each(GROUP, groups)])
 

@@ -48,7 +48,7 @@ def alone(loss: str, moe: bool) -> tuple[list[dict[str, float]], Path]:
 @pytest.mark.parametrize(
     "case", some([f"{loss} {way}" for way in LAYOUTS for loss in LOSSES], ["gspo cp2"])
 )
-def test_rollouts_split_is_the_same_step(case: str, tmp_path: Path) -> None:
+def test_answers_split_is_the_same_step(case: str, tmp_path: Path) -> None:
     import_engine()
     loss, layout = case.split()
     wanted, folder = alone(loss, "moe" in LAYOUTS[layout])
@@ -64,7 +64,7 @@ def test_rollouts_split_is_the_same_step(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("faulty", [False, True])
-def test_rollouts_micro_batches_divide_once(faulty: bool, tmp_path: Path) -> None:
+def test_answers_micro_batches_divide_once(faulty: bool, tmp_path: Path) -> None:
     """Divide once; the seeded fault, a mean of means of micro-batches, is another gradient."""
 
     def job(micro: int, folder: Path) -> list[dict[str, float]]:
@@ -178,7 +178,7 @@ def records(run: RunConfig, folder: Path, recorded: bool) -> list[dict[str, floa
 
 
 @pytest.mark.parametrize("layout", some(["dp2", "cp2", "tp2pp2", "pp2dp2", "micro8"], ["dp2"]))
-def test_rollouts_recorded_are_the_same_step(layout: str, tmp_path: Path) -> None:
+def test_answers_recorded_are_the_same_step(layout: str, tmp_path: Path) -> None:
     """Share rewards and advantages of whole batches: a group may be on two ranks."""
     import_engine()
     wanted = run_ranks(1, records, prompts_run(tmp_path), tmp_path / "one", True)[0]
@@ -194,7 +194,7 @@ def test_rollouts_recorded_are_the_same_step(layout: str, tmp_path: Path) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2sp", "pp2", "dp2"])
-def test_rollouts_are_sampled_from_the_trained_weights(layout: str, tmp_path: Path) -> None:
+def test_answers_are_sampled_from_the_trained_weights(layout: str, tmp_path: Path) -> None:
     """Sample the same answers in every layout; sampler and trainer agree on each token."""
     import_engine()
     wanted = run_ranks(1, records, prompts_run(tmp_path), tmp_path / "one", False)[0]
@@ -207,7 +207,7 @@ def test_rollouts_are_sampled_from_the_trained_weights(layout: str, tmp_path: Pa
 
 
 @pytest.mark.full
-def test_rollouts_resumed_are_bitwise_equal(tmp_path: Path) -> None:
+def test_answers_resumed_are_bitwise_equal(tmp_path: Path) -> None:
     """Sample after a resume what an undisturbed run samples."""
 
     def job(resumed: bool) -> list[tuple[float, float]]:
@@ -243,7 +243,7 @@ def test_rollouts_resumed_are_bitwise_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_rollouts_stop_between_steps_and_save(tmp_path: Path) -> None:
+def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
     """End with the weights of the last whole step where a stop comes while answers are sampled."""
 
     def job() -> End:
