@@ -17,7 +17,7 @@ NAME = "objective.name"
 GROUP = "objective.group_size"
 BATCH = "trainer.global_batch_size"
 REWARDS = "rollout.rewards"
-RAMP = "trainer.batch_size_schedule"
+RAMP = "trainer.batch_size_schedule trainer.rampup_batch_size"
 GRPO = "objective=grpo data=mock data.seq_length=64"
 
 
