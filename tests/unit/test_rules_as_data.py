@@ -75,6 +75,11 @@ PAIRS = {"objective.name": "dpo", "data.kind": "mock"}
 # Not among those that are combined: more of them would draw other combinations of the rest.
 ALONE = [PAIRS, {**PAIRS, "trainer.micro_batch_size": 1}]
 ALONE += [{**PAIRS, "objective.reference": kind} for kind in ("precomputed", "adapter_off")]
+ROLLED = {"objective.name": "grpo", "data.kind": "mock"}
+ALONE += [ROLLED, {**ROLLED, "objective.kl_coef": 0.1, "objective.reference": "precomputed"}]
+ALONE += [{**ROLLED, "objective.group_size": size} for size in (1, 3)]
+FORMAT = {"rollout.rewards": ["format"], "rollout.reward_weights": [1.0, 2.0]}
+ALONE += [{**ROLLED, "data.kind": "prompts"}, {**ROLLED, "data.kind": "prompts", **FORMAT}]
 CHANGES += [{"launch.kind": kind} for kind in ("kubernetes", "skypilot", "ray")]
 CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data.kind": "text"})
 

@@ -6,7 +6,7 @@ itself. Only `mtrain.data.batch` imports torch.
 
 from __future__ import annotations
 
-from mtrain.data.chats.samples import ChatSamples, PairSamples
+from mtrain.data.chats.samples import ChatSamples, PairSamples, PromptSamples
 from mtrain.data.image_text import ImageTextSamples
 from mtrain.data.samples.token_stream import Samples
 from mtrain.data.samples.whole_documents import BlendOfDocuments, WholeDocuments
@@ -26,6 +26,7 @@ __all__ = [
     "Corpus",
     "ImageTextSamples",
     "PairSamples",
+    "PromptSamples",
     "Samples",
     "Splits",
     "WholeDocuments",

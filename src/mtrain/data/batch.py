@@ -59,6 +59,10 @@ class MicroBatch(TypedDict):
     """
     mismatched_divergence: NotRequired[torch.Tensor]
     """float64 []: the divergence on answers to other prompts, which the step adds."""
+    advantages: NotRequired[torch.Tensor]
+    """float32: how much better an answer is than its group, at its tokens."""
+    sampled_log_probabilities: NotRequired[torch.Tensor]
+    """float32: nats of each label in the distribution that it was sampled from."""
     other_tokens: NotRequired[torch.Tensor]
     """An answer to another prompt after each prompt; these four keys are as those above."""
     other_labels: NotRequired[torch.Tensor]

@@ -18,7 +18,7 @@ from mtrain.config.schema.data import DataConfig
 from mtrain.data import image_text
 from mtrain.data.chats import prepare as chats
 from mtrain.data.chats.prepare import REJECTS
-from mtrain.data.chats.samples import ChatSamples, PairSamples, open_chats
+from mtrain.data.chats.samples import ChatSamples, PairSamples, PromptSamples, open_chats
 from mtrain.data.image_text import ImageTextSamples, open_image_text
 from mtrain.data.samples import megatron_order, mock
 from mtrain.data.samples.blend import Blend, Plan, by_sizes, exhausted_problem, unweighted_problem
@@ -111,7 +111,8 @@ DESCRIBED = (
 )
 
 TextSamples = Samples | Blend
-SplitSamples = TextSamples | MockSamples | ImageTextSamples | ChatSamples | PairSamples
+RecordSamples = ImageTextSamples | ChatSamples | PairSamples | PromptSamples
+SplitSamples = TextSamples | MockSamples | RecordSamples
 
 
 @dataclass

@@ -82,7 +82,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank as _part_of_context
 
 # Generation of text
-from mtrain.mcore.layers.cache import Cache, decoding_obstacle
+from mtrain.mcore.layers.cache import Cache, decoding_obstacle, places_obstacle, whole_sequences
 from mtrain.mcore.layers.cache import obstacle as cache_obstacle
 from mtrain.mcore.layers.portable import gelu_tanh
 

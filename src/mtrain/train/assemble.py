@@ -14,13 +14,14 @@ from mtrain.config.compose.paths import user_path
 from mtrain.config.resolve.batches import asked
 from mtrain.config.resolve.model_tokenizer import model_tokenizer
 from mtrain.config.schema.run import RunConfig
-from mtrain.data import Splits, open_splits, prepare_for_model
+from mtrain.data import PromptSamples, Splits, open_splits, prepare_for_model
 from mtrain.data.batch import GlobalBatches, evaluation_samples
 from mtrain.mcore.adapter.ahead import stay_on_device
 from mtrain.models.registry import family_of, imported
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.precomputed import prepare
+from mtrain.train.rollouts.feed import RolloutFeed
 from mtrain.world.init import World
 
 
@@ -32,7 +33,20 @@ def splits_of(run: RunConfig, checkpoint: Path | None = None) -> Splits:
     own = model_tokenizer(run, checkpoint)
     accept = run.checkpoint.accept_changes
     corpus = prepare_for_model(run.data, own, accept_changes=accept)
-    return open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
+    splits = open_splits(run.data, run.model.vocab_size, run.trainer.seed, corpus, need, asked(run))
+    grouped(run, splits)
+    return splits
+
+
+def grouped(run: RunConfig, splits: Splits) -> None:
+    """Tell prompts how many answers each gets.
+
+    Raises ConfigError if a prompt and an answer may not fit in a sample.
+    """
+    for samples in (splits.train, splits.validation):
+        if isinstance(samples, PromptSamples):
+            samples.group = run.objective.whole
+            samples.require_room(run.rollout.tokens(run.data.length))
 
 
 def named_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
@@ -57,11 +71,16 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
         begin_reference(state)
     train_data = batches(run, world, splits, "train")
     valid_data = None
-    if run.trainer.eval_iters and splits.validation is not None:
+    # An evaluation would need answers, too.
+    evaluates = run.trainer.eval_iters and not run.objective.rolls
+    if evaluates and splits.validation is not None:
         limit = run.trainer.eval_iters * run.trainer.batch
         valid_data = batches(run, world, splits, "validation", limit)
     schedule = run_documents if run.parallel.hybrid_context_parallel else None
     context = TrainContext(run, world, state, train_data, valid_data, schedule)
+    if isinstance(splits.train, PromptSamples):
+        context.tokenizer = splits.tokenizer
+        context.feed = RolloutFeed
     if run.objective.reference == "precomputed" and run.objective.refers:
         context.prepare = prepare
         for part, data in (("train", train_data), ("validation", valid_data)):
@@ -85,6 +104,8 @@ def batches(
     if run.parallel.hybrid_context_parallel:
         share = (0, 1)
     average: str = run.trainer.loss_average if part == "train" else "token"
+    if run.objective.rolls:
+        average = "token"  # the collator has weighed them
     if run.objective.pairs:
         average = "pair"
     micro = run.trainer.micro

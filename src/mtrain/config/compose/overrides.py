@@ -41,6 +41,8 @@ from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, ConfigError, Problem
 # Limits: characters of one argument, and of all of them.
 MAX_ARGUMENT = 4096
 MAX_COMMAND = 1 << 14
+SHORT = "rewards=["
+"""Beginning of an argument that stands for `rollout.rewards`."""
 
 
 @dataclass
@@ -92,8 +94,14 @@ def read_overrides(argv: Sequence[str]) -> Overrides:
     return out
 
 
+def _in_full(argument: str) -> str:
+    """Return an argument without the short form of a key: `rewards=[exact]`."""
+    return f"rollout.{argument}" if argument.startswith(SHORT) else argument
+
+
 def _note(argument: str, out: Overrides) -> Problem | None:
     """Record what an argument sets; return a problem if another argument sets the same."""
+    argument = _in_full(argument)
     key, _, text = argument.partition("=")
     key = key.lstrip("+~")
     chosen = key in (*GROUPS, *out.added, "recipe", "run")
@@ -130,6 +138,7 @@ def _bad(path: str, value: object, rule: str, fix: str, code: str = "MT010") -> 
 
 
 def _read(argument: str, out: Overrides) -> Problem | None:
+    argument = _in_full(argument)
     if len(argument) > MAX_ARGUMENT:
         rule = (
             f"an argument of {len(argument)} characters, more than the limit of {MAX_ARGUMENT}:"

@@ -62,6 +62,10 @@ SINK_MODULES = {
 # Entry points of losses (`mtrain.train.objectives.Objective`), which `objective.name` names.
 OBJECTIVES = "mtrain.objectives"
 SHIPPED_OBJECTIVES = "mtrain.train.objectives"
+# Entry points of rewards (functions of `mtrain.train.rewards.Sampled`), which `rollout.rewards`
+# names.
+REWARDS = "mtrain.rewards"
+SHIPPED_REWARDS = "mtrain.train.rewards"
 
 
 def shipped(package: str) -> list[str]:

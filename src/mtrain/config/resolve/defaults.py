@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import ceil
+from math import ceil, lcm
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ def is_fine_tuning(run: RunConfig) -> Derived:
     """Return whether a run fine-tunes: on chats, or with adapters of a frozen model."""
     if run.data.kind in CHATS:
         return True, f"data.kind {run.data.kind}"
-    if run.objective.pairs:
+    if run.objective.answers:
         return True, f"objective.name {run.objective.name}"
     if run.peft.kind is not None:
         return True, f"peft.kind {run.peft.kind}"
@@ -101,7 +101,9 @@ def data_kind(run: RunConfig) -> Derived:
         if d.path is not None:
             return "image_text", "data.path"
         return "mock", f"model.family {m.family}, and data.path is null"
-    if run.objective.pairs and d.path is None:
+    if run.objective.rolls and d.path is not None:
+        return "prompts", f"objective.name {run.objective.name}, and data.path"
+    if run.objective.answers and d.path is None:
         return "mock", f"objective.name {run.objective.name}, and data.path is null"
     # Before `text`: a file of chats would train as plain text without an error.
     if (chats := kind_of_chats(d.path)) is not None:
@@ -326,6 +328,7 @@ def batch(run: RunConfig) -> Derived:
     # A micro-batch that is not set is derived next, from this batch.
     least = 2 if run.objective.pairs else 1
     step = (run.trainer.micro_batch_size or least) * p.dp * (p.pp if p.vpp > 1 else 1)
+    step = lcm(step, run.objective.whole)
     whole = -(-samples // step) * step
     return whole, why + (f", in multiples of {step}" if whole > samples else "")
 

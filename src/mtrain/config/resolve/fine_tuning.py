@@ -19,7 +19,7 @@ from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 
 # Kinds of data that the chat template of a tokenizer formats.
-CHATS = ("sft", "preference")
+CHATS = ("sft", "preference", "prompts")
 # Epochs of Tulu 3.
 EPOCHS = 2
 # Tokens of a chat if chats are packed but batches count chats: the mean of Tulu 3.
@@ -66,6 +66,9 @@ PREFERENCES = (
     Tuned("8B", 8e9, 5e-7, 256, f"DPO of {TULU_3}"),
     Tuned("70B", 70.6e9, 2e-7, 256, f"DPO of {TULU_3}"),
 )
+DEEPSEEK_MATH = "GRPO of DeepSeekMath (arXiv 2402.03300)"
+# Rate and answers per step of a policy that learns from rewards.
+POLICIES = (Tuned("7B", 7e9, 1e-6, 1024, DEEPSEEK_MATH),)
 ZEPHYR = "DPO with QLoRA of Zephyr (Hugging Face's alignment-handbook)"
 PREFERENCES_OF_ADAPTERS = (Tuned("7B", 7.2e9, 5e-6, 64, ZEPHYR),)
 
@@ -75,6 +78,8 @@ def published(run: RunConfig) -> Tuned:
     adapters.
     """
     adapters = run.peft.kind is not None
+    if run.objective.rolls:
+        return nearest(POLICIES, run.model)
     if run.objective.pairs:
         return nearest(PREFERENCES_OF_ADAPTERS if adapters else PREFERENCES, run.model)
     return nearest(ADAPTERS if adapters else ALL_WEIGHTS, run.model)
@@ -86,13 +91,15 @@ def batch_of(run: RunConfig) -> tuple[int, str]:
     """
     row = published(run)
     samples = row.batch
-    what = "answers" if run.objective.pairs else "chats"
+    what = "answers" if run.objective.answers else "chats"
     why = f"{row.batch} {what} of {row.source}: its {row.name} model"
     if run.data.packed:
         samples = ceil(row.batch * CHAT_TOKENS / run.data.length)
         why = f"{why}, {CHAT_TOKENS} tokens each"
     held = samples_of_an_epoch(run)
     full = samples
+    if run.objective.rolls:
+        return samples, why
     while held is not None and samples > SMALLEST_BATCH and held < FEWEST_STEPS * samples:
         samples = max(SMALLEST_BATCH, samples // 2)
     if samples < full:
@@ -111,11 +118,12 @@ def steps_of(run: RunConfig) -> tuple[int, str]:
             STEPS_UNSEEN,
             f"trainer.fine_tuning true, and data.kind {run.data.kind} has no chats to count here",
         )
-    # Tulu 3 reads chats twice, and pairs once.
-    epochs = 1 if run.objective.pairs else EPOCHS
+    # Tulu 3 reads chats twice, and pairs once; DeepSeekMath reads prompts once.
+    epochs = 1 if run.objective.answers else EPOCHS
     steps = max(1, ceil(epochs * held / run.trainer.batch))
     words = "1 epoch" if epochs == 1 else f"{epochs} epochs"
-    return steps, f"{words} of {held} samples, as {TULU_3}"
+    source = DEEPSEEK_MATH if run.objective.rolls else TULU_3
+    return steps, f"{words} of {held} samples, as {source}"
 
 
 def samples_of_an_epoch(run: RunConfig) -> int | None:
@@ -137,8 +145,7 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
     if not chats:
         return None
     samples = chats * d.split[0] / (sum(d.split) or 1)
-    if d.kind == "preference":
-        samples *= 2
+    samples *= run.objective.whole
     if d.packed:
         # Packed chats share windows: estimate the tokens of a chat from its bytes.
         samples *= min(1.0, facts.st_size / chats / LETTERS / d.length)

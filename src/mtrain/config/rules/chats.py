@@ -136,9 +136,9 @@ def text_only_keys(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT344", "data.eod_mask_loss", detail, [off])
     if d.fim.rate:
         yield Finding("MT344", "data.fim.rate", "the answers of a chat are learned", [NO_MIDDLE])
-    # The two answers of a pair are compared, so they must stay separate in a batch.
-    if d.kind == "preference" and d.packed:
-        detail = "the chats of a pair stand each in a row of its own"
+    # Answers are judged one by one, so they must stay separate in a batch.
+    if d.kind in ("preference", "prompts") and d.packed:
+        detail = "each answer stands in a row of its own"
         yield Finding("MT344", "data.packed", detail, [UNPACKED])
 
 

@@ -1,9 +1,10 @@
-"""Objectives of pairs of answers: their samples, their reference, and keys that exclude them."""
+"""Objectives of answers: their samples, their reference, and keys that exclude them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.rules.batch import MICRO
 from mtrain.config.rules.finding import DP, Change, Finding, each
 from mtrain.config.rules.rule import Code, rule
@@ -17,7 +18,10 @@ ENCODERS = ("bert", "t5", "llava")
 @rule(
     Code(
         "MT328",
-        help="Use data=preference with objective=dpo, ipo, kto, orpo, simpo or reward.",
+        help=(
+            "Use data=preference with dpo, ipo, kto, orpo, simpo, reward; data=prompts with grpo,"
+            " rloo."
+        ),
         example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
     ),
     reads=f"{NAME} data.kind",
@@ -29,9 +33,15 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
     if run.objective.pairs and kind not in ("preference", "mock"):
         detail = f"objective {name} reads pairs of answers, and data.kind is {kind}"
         yield Finding("MT328", NAME, detail, hint="data=preference", also=("data.kind",))
+    elif run.objective.rolls and kind not in ("prompts", "mock"):
+        detail = f"objective {name} answers prompts, and data.kind is {kind}"
+        yield Finding("MT328", NAME, detail, hint="data=prompts", also=("data.kind",))
     elif kind == "preference" and not run.objective.pairs:
         detail = f"data.kind is preference, and objective {name} reads no pairs"
         yield Finding("MT328", NAME, detail, hint="objective=dpo", also=("data.kind",))
+    elif kind == "prompts" and not run.objective.rolls:
+        detail = f"data.kind is prompts, and objective {name} samples no answers"
+        yield Finding("MT328", NAME, detail, hint="objective=grpo", also=("data.kind",))
 
 
 @rule(
@@ -39,22 +49,22 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
     reads=(
         f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy trainer.loss_average"
         " trainer.cuda_graph_impl data.kind data.packed data.fim.rate objective.reference"
-        " parallel.fsdp"
+        " objective.kl_coef parallel.fsdp"
     ),
 )
 def objective_terms(run: RunConfig) -> Iterator[Finding]:
-    """Cannot use this with an objective of pairs because its loss is of whole answers."""
-    if not run.objective.pairs:
+    """Cannot use this with an objective of answers because its loss is of whole answers."""
+    if not run.objective.answers:
         return
     terms: tuple[tuple[str, object, object, str], ...] = (
         ("model.mtp_num_layers", run.model.mtp_num_layers, None, "further tokens have no answers"),
         ("trainer.z_loss_coeff", run.trainer.z_loss_coeff, None, "z-loss is of single tokens"),
-        ("log.token_accuracy", run.log.token_accuracy, False, "answers are compared, not tokens"),
+        ("log.token_accuracy", run.log.token_accuracy, False, "answers are judged, not tokens"),
         (
             "trainer.loss_average",
             run.trainer.loss_average != "token",
             "token",
-            "the objective counts pairs",
+            "the objective says what is counted",
         ),
         (
             "trainer.cuda_graph_impl",
@@ -73,7 +83,7 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
     )
     for key, is_set, off, why in terms:
         # MT344 says so of the pairs of a file.
-        if is_set and not (key.startswith("data.") and run.data.kind == "preference"):
+        if is_set and not (key.startswith("data.") and run.data.kind in CHATS):
             yield Finding("MT329", key, why, each(key, [off]))
 
 
@@ -86,9 +96,9 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
     reads=f"{NAME} model.family model.head",
 )
 def objective_family(run: RunConfig) -> Iterator[Finding]:
-    """Cannot compare answers because the model is no decoder of text only."""
+    """Cannot judge answers because the model is no decoder of text only."""
     family = run.model.family
-    if (run.objective.pairs and family in ENCODERS) or (run.model.head and family != "gpt"):
+    if (run.objective.answers and family in ENCODERS) or (run.model.head and family != "gpt"):
         detail = f"model.family is {family}"
         hint = "model=llama_tiny, or another decoder-only model"
         yield Finding("MT330", NAME, detail, hint=hint, also=("model.family",))
@@ -119,13 +129,17 @@ def whole_pairs(run: RunConfig) -> Iterator[Finding]:
     yield Finding("MT331", MICRO, f"{t.micro} samples", each(MICRO, even))
 
 
-@rule("MT333", reads=f"{NAME} objective.reference data.kind")
+@rule("MT333", reads=f"{NAME} objective.reference objective.kl_coef data.kind")
 def precomputed_reference(run: RunConfig) -> Iterator[Finding]:
     """Require answers that are known before training where the reference is computed then."""
     o = run.objective
-    if o.reference != "precomputed" or not o.pairs:
+    if o.reference != "precomputed" or not o.compares:
         return
     frozen = each("objective.reference", ["frozen"])
+    if o.rolls:
+        detail = f"objective {o.name} samples its answers"
+        yield Finding("MT333", "objective.reference", detail, frozen)
+        return
     if run.data.kind != "preference":
         detail = f"data.kind is {run.data.kind}, and its samples never end"
         yield Finding("MT333", "objective.reference", detail, frozen)

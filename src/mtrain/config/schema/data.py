@@ -53,7 +53,7 @@ class FimConfig(Section):
     """The ids of the tokens that mark prefix, suffix and middle."""
 
 
-DataKind = Literal["text", "indexed", "image_text", "sft", "preference", "mock"]
+DataKind = Literal["text", "indexed", "image_text", "sft", "preference", "prompts", "mock"]
 
 
 class UnresolvedData(Section):
@@ -63,16 +63,17 @@ class UnresolvedData(Section):
     """text: files, tokenized once, with a BPE trained on them if there is no tokenizer; indexed:
     Megatron .bin/.idx; image_text: a folder of images and a JSON Lines file of texts, for the
     family llava; sft: chats of a JSON Lines file, formatted by the chat template of a tokenizer;
-    preference: the same with a chosen and a rejected answer; mock: synthetic tokens, and images if
-    the model reads some. null: text if data.path or data.limit_mib is set, or for small
-    vocabularies on a CPU; else mock. The first line of a .jsonl file in data.path decides further:
-    a chat is sft, a pair of answers preference. For the family llava: image_text if data.path is
-    set, else mock.
+    preference: the same with a chosen and a rejected answer; prompts: the same without an answer,
+    which the policy samples; mock: synthetic tokens, and images if the model reads some. null: text
+    if data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. The first
+    line of a .jsonl file in data.path decides further: a chat is sft, a pair of answers preference,
+    and with an objective of rollouts any is prompts. For the family llava: image_text if data.path
+    is set, else mock.
     """
     path: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: the
-    prefix of .bin and .idx; image_text: the folder, or its .jsonl file; sft, preference: a .jsonl
-    file, or a folder that holds one.
+    prefix of .bin and .idx; image_text: the folder, or its .jsonl file; sft, preference, prompts: a
+    .jsonl file, or a folder that holds one.
     """
     blend: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
@@ -165,8 +166,8 @@ class UnresolvedData(Section):
     tokenizer: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="tokenizer_model")] = None
     """The path of a tokenizer.json. null: that of the model whose weights the run continues
     (checkpoint.resume, checkpoint.init_from), and another one is refused. Without such a model,
-    text, image_text: a BPE is trained; indexed: no text can be generated; sft, preference: the key
-    is required.
+    text, image_text: a BPE is trained; indexed: no text can be generated; sft, preference, prompts:
+    the key is required.
     """
     tokenizer_vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
     """text, image_text: the vocabulary size of a trained BPE."""
@@ -245,10 +246,10 @@ class UnresolvedData(Section):
     cut or dropped.
     """
     chat_template: Annotated[
-        str | None, Key(when="data.kind=sft|preference", effect=Effect.CONTENTS)
+        str | None, Key(when="data.kind=sft|preference|prompts", effect=Effect.CONTENTS)
     ] = None
-    """sft, preference: the path of a chat template (Jinja); null: the chat_template.jinja next to
-    the tokenizer, else the chat_template of its tokenizer_config.json.
+    """sft, preference, prompts: the path of a chat template (Jinja); null: the chat_template.jinja
+    next to the tokenizer, else the chat_template of its tokenizer_config.json.
     """
     loss_on: Annotated[
         Literal["assistant", "last", "all"],
@@ -259,10 +260,10 @@ class UnresolvedData(Section):
     """
     bad_lines: Annotated[
         NonNegativeInt | None,
-        Key(when="data.kind=sft|preference", null=100, effect=Effect.RUNTIME, unit="lines"),
+        Key(when="data.kind=sft|preference|prompts", null=100, effect=Effect.RUNTIME, unit="lines"),
     ] = None
-    """sft, preference: the largest number of lines without valid JSON or UTF-8 that are skipped,
-    each listed in rejects.jsonl in the cache; more are an error. null: 100.
+    """sft, preference, prompts: the largest number of lines without valid JSON or UTF-8 that are
+    skipped, each listed in rejects.jsonl in the cache; more are an error. null: 100.
     """
     ignored_keys: Annotated[
         tuple[Annotated[str, Field(min_length=1)], ...],

@@ -4,13 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mtrain.config.schema.base import Key, NonNegativeFloat, PositiveFloat, Section
+from mtrain.config.schema.base import Key, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 Reference = Literal["frozen", "adapter_off", "precomputed", "none"]
 LossType = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "apo_zero", "apo_down"]
 # Objectives of pairs of answers; those of the first row compare the policy with a reference.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 PAIRS = (*WITH_REFERENCE, "orpo", "simpo", "reward")
+# Objectives of answers that the policy itself samples.
+ROLLOUTS = ("grpo", "rloo")
+PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 
 
 class ObjectiveConfig(Section):
@@ -20,12 +23,13 @@ class ObjectiveConfig(Section):
     """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
     the model's family masks or writes; label_smoothing: the same with a share of each label for
     every token of the vocabulary. Of pairs of answers: dpo, ipo, kto, orpo, simpo, and reward,
-    which trains a model of rewards; see docs/post_training.md. Installed packages publish others
-    under the entry point group `mtrain.objectives`.
+    which trains a model of rewards; of answers that the policy samples and rewards judge: grpo,
+    rloo; see docs/post_training.md. Installed packages publish others under the entry point group
+    `mtrain.objectives`.
     """
     beta: Annotated[
         PositiveFloat | None,
-        Key(when="objective.name=dpo|ipo|kto|orpo|simpo", null=0.1, aka="dpo_beta kl_coef"),
+        Key(when="objective.name=dpo|ipo|kto|orpo|simpo", null=0.1, aka="dpo_beta"),
     ] = None
     """dpo: the factor of log-ratios, the larger the closer to the reference (Rafailov et al. 2023,
     arXiv:2305.18290, whose experiments have 0.1 and 0.5); ipo: the same, tau there (Azar et al.
@@ -75,14 +79,87 @@ class ObjectiveConfig(Section):
     undesirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
     """kto: the weight of rejected answers (arXiv:2402.01306, lambda_U)."""
     reference: Annotated[
-        Reference | None, Key(when="objective.name=dpo|ipo|kto", aka="ref_model reference_model")
+        Reference | None,
+        Key(when="objective.name=dpo|ipo|kto|grpo|rloo", aka="ref_model reference_model"),
     ] = None
     """The model that the policy is compared with. frozen: a copy of the starting weights, in the
     layout of the policy, without gradients and optimizer state; checkpoints hold it. adapter_off:
     the policy without its adapters, which needs no copy. precomputed: a number for each answer that
     the run reads, computed with the starting weights before the first step; checkpoints hold them.
     none: log-ratios are log-probabilities.
+    grpo and rloo have one if kl_coef is above 0.
     null: adapter_off with adapters, else frozen.
+    """
+    group_size: Annotated[
+        PositiveInt | None,
+        Key(
+            when="objective.name=grpo|rloo",
+            null=8,
+            aka="num_generations n_samples_per_prompt num_generations_per_prompt rollout.n",
+        ),
+    ] = None
+    """grpo, rloo: the answers to each prompt, whose rewards are compared. A sample is one answer,
+    and a step has whole groups. null: 8, as in TRL 1.16 (Shao et al. 2024, arXiv:2402.03300, have
+    64).
+    """
+    policy_loss: Annotated[
+        PolicyLoss | None,
+        Key(when="objective.name=grpo", null="dapo", aka="loss_agg_mode loss_mode"),
+    ] = None
+    """grpo: the loss of a token and its divisor. grpo: clipped ratios, the mean over answers of the
+    mean over their tokens (arXiv:2402.03300, equation 3); dapo: the mean over all tokens of the
+    step (Yu et al. 2025, arXiv:2503.14476, equation 8), which TRL calls bnpo where a step is one
+    batch; dr_grpo: the sum over tokens divided by answers times rollout.max_tokens (Liu et al.
+    2025, arXiv:2503.20783); gspo: one ratio for an answer, the mean over answers (Zheng et al.
+    2025, arXiv:2507.18071, equation 5); cispo: ratios are clipped weights without a gradient, the
+    mean over all tokens (MiniMax 2025, arXiv:2506.13585, equation 4). null: dapo, as in TRL 1.16.
+    """
+    scale_rewards: Annotated[
+        Literal["group", "batch", "none"] | None, Key(when="objective.name=grpo", null="group")
+    ] = None
+    """grpo: what advantages, rewards without the mean of their group, are divided by: the standard
+    deviation of their group (arXiv:2402.03300), that of all rewards of the step (Hu et al. 2025,
+    arXiv:2501.03262, with a mean of groups), or nothing (arXiv:2503.20783). null: group.
+    """
+    clip_ratio_low: Annotated[
+        Annotated[float, Field(gt=0, le=1)] | None,
+        Key(
+            when="objective.name=grpo|rloo",
+            null=0.2,
+            aka="epsilon ratio_clip_min eps_clip clip_ratio",
+        ),
+    ] = None
+    """grpo, rloo: a ratio below 1 minus this gains nothing more from a worse answer. cispo: the
+    least weight is 1 minus this. With one update for each sampled batch, ratios are exactly 1
+    unless the sampler is behind. null: 0.2 (Schulman et al. 2017, arXiv:1707.06347).
+    """
+    clip_ratio_high: Annotated[
+        PositiveFloat | None,
+        Key(
+            when="objective.name=grpo|rloo",
+            null=0.2,
+            aka="epsilon_high ratio_clip_max eps_clip_high",
+        ),
+    ] = None
+    """grpo, rloo: a ratio above 1 plus this gains nothing more from a better answer; DAPO has 0.28
+    (arXiv:2503.14476). cispo: the largest weight is 1 plus this. null: 0.2.
+    """
+    kl_coef: Annotated[
+        NonNegativeFloat,
+        Key(
+            when="objective.name=grpo|rloo",
+            aka="kl_loss_coef reference_policy_kl_penalty init_kl_coef",
+        ),
+    ] = 0.0
+    """grpo, rloo: the weight of the divergence from the reference, which is added to the loss of
+    each token (arXiv:2402.03300 has 0.04). 0, as in TRL 1.16: no reference.
+    """
+    kl_estimator: Annotated[
+        Literal["k1", "k2", "k3"],
+        Key(when="objective.kl_coef", aka="kl_loss_type kl_penalty"),
+    ] = "k3"
+    """kl_coef: the estimate from x, the log-ratio of reference to policy: k1: -x; k2: x^2 / 2; k3:
+    exp(x) - 1 - x (Schulman 2020, http://joschu.net/blog/kl-approx.html).
     """
 
     @property
@@ -98,7 +175,7 @@ class ObjectiveConfig(Section):
     @property
     def refers(self) -> bool:
         """Return whether the loss reads log-probabilities of a reference model."""
-        return self.name in WITH_REFERENCE and self.reference != "none"
+        return self.compares and self.reference != "none"
 
     @property
     def mismatches(self) -> bool:
@@ -108,4 +185,38 @@ class ObjectiveConfig(Section):
     @property
     def copies(self) -> bool:
         """Return whether ranks hold a frozen copy of the model."""
-        return self.name in WITH_REFERENCE and self.reference == "frozen"
+        return self.compares and self.reference == "frozen"
+
+    @property
+    def compares(self) -> bool:
+        """Return whether the loss may have a reference."""
+        return self.name in WITH_REFERENCE or (self.rolls and self.kl_coef > 0)
+
+    @property
+    def rolls(self) -> bool:
+        """Return whether a sample is an answer that the policy samples."""
+        return self.name in ROLLOUTS
+
+    @property
+    def answers(self) -> bool:
+        """Return whether a sample is an answer, of which the loss reads log-probabilities."""
+        return self.pairs or self.rolls
+
+    @property
+    def divisor(self) -> str:
+        """Return what the sum over sampled tokens is divided by: their number (`token`), that of
+        answers, each of which is a mean (`sequence`), or answers times the most tokens
+        (`constant`).
+        """
+        if self.name == "rloo":
+            return "sequence"
+        return {"grpo": "sequence", "gspo": "sequence", "dr_grpo": "constant"}.get(
+            self.policy_loss or "dapo", "token"
+        )
+
+    @property
+    def whole(self) -> int:
+        """Return the samples of a step that belong together."""
+        if self.rolls:
+            return self.group_size or 8
+        return 2 if self.pairs else 1

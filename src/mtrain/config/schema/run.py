@@ -26,6 +26,7 @@ from mtrain.config.schema.parallel import (
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.precision import PrecisionConfig, UnresolvedPrecision
 from mtrain.config.schema.resilience import ResilienceConfig
+from mtrain.config.schema.rollout import RolloutConfig
 from mtrain.config.schema.trainer import TrainerConfig, UnresolvedTrainer
 
 GROUPS = (
@@ -37,6 +38,7 @@ GROUPS = (
     "optim",
     "trainer",
     "objective",
+    "rollout",
     "kernels",
     "checkpoint",
     "log",
@@ -84,6 +86,9 @@ class UnresolvedRun(Section):
     objective: Annotated[ObjectiveConfig, Key(effect=Effect.NUMERICS)] = Field(
         default_factory=ObjectiveConfig
     )
+    rollout: Annotated[
+        RolloutConfig, Key(effect=Effect.NUMERICS, when="objective.name=grpo|rloo")
+    ] = Field(default_factory=RolloutConfig)
     kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(
         default_factory=KernelsConfig
     )

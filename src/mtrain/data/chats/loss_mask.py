@@ -58,6 +58,21 @@ def encode_chat(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str
     return EncodedChat(np.array(ids, np.int64), np.array(learned, np.bool_), parsed)
 
 
+def encode_prompt(chat: Chat, form: ChatFormat, tokenizer: Tokenizer) -> EncodedChat:
+    """Return the tokens of a chat up to where the model answers; none is learned.
+
+    Raises:
+        CorruptData: the template refuses the chat, or makes no token of it.
+    """
+    chat, parsed = resolve_arguments(chat, form)
+    text = form.write(chat.messages, chat.tools, prompt=True).text
+    refuse_python_repr(chat, text)
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise CorruptData("its chat template makes no token of it")
+    return EncodedChat(np.array(ids, np.int64), np.zeros(len(ids), np.bool_), parsed)
+
+
 def _wanted(chat: Chat, loss_on: str) -> list[int]:
     """Return the messages that are learned by `loss_on` and by their own flags.
 

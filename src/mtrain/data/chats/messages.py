@@ -3,7 +3,7 @@
 Two formats are read: {"messages": [{"role": ..., "content": ...}, ...]} of OpenAI's API, with
 `tool_calls` and tools; and {"conversations": [{"from": "human", "value": ...}, ...]} of ShareGPT.
 Either may have `tools`, a list or the JSON text of one, and `system`, a text. Pairs have `chosen`
-and `rejected`, which begin alike or follow a `prompt`:
+and `rejected`, which begin alike or follow a `prompt`; prompts for rollouts have no answer:
 https://huggingface.co/docs/trl/dataset_formats
 """
 
@@ -158,6 +158,28 @@ def parse_chat(values: dict[str, Any], keys: Keys = NO_KEYS) -> Chat:
             " it"
         )
     return _ordered(_made(_with_system(values, messages), _tools(values.get("tools"), keys)))
+
+
+def parse_prompt(values: dict[str, Any], keys: Keys = NO_KEYS) -> Chat:
+    """Return the messages of an object up to where the model answers; its other keys are columns,
+    which rewards read.
+
+    Raises:
+        CorruptData: it has no prompt, or its last message is not one that a model answers.
+    """
+    values = keys.kept(values)
+    given = [name for name in ("prompt", "messages", "conversations") if name in values]
+    if len(given) != 1:
+        raise CorruptData("a prompt is one key: prompt (a text or messages), or messages")
+    if isinstance(values[given[0]], str):
+        messages: list[Message] = [{"role": "user", "content": values[given[0]]}]
+    else:
+        messages = _messages(values, given[0], keys)
+    made = _made(_with_system(values, messages), _tools(values.get("tools"), keys))
+    last = made.messages[-1]["role"]
+    if last not in AFTER[ASSISTANT]:
+        raise CorruptData(f"the last message is of {last}, and the model answers a user or a tool")
+    return _in_order(made)
 
 
 def parse_pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat]:
@@ -396,7 +418,7 @@ def _tools(given: Any, keys: Keys) -> list[Any] | None:
     return given
 
 
-def _ordered(made: Chat) -> Chat:
+def _in_order(made: Chat) -> Chat:
     before = ""
     for number, one in enumerate(made.messages, 1):
         if one["role"] not in AFTER[before]:
@@ -407,6 +429,11 @@ def _ordered(made: Chat) -> Chat:
                 " order"
             )
         before = one["role"]
+    return made
+
+
+def _ordered(made: Chat) -> Chat:
+    _in_order(made)
     if not made.answers:
         raise CorruptData("the assistant says nothing in it, so there is nothing to learn")
     if not made.turns:

@@ -2,7 +2,8 @@
 
 A prepared file is a folder of the cache: `tokens.bin/.idx` with one document for a chat and two for
 a pair; `learned.bin`, the loss mask, a byte for each token; `chats.bin`, the source line and the
-learned range of each document; and `rejects.jsonl`, the lines that are not JSON.
+learned range of each document (0 of a prompt); `rejects.jsonl`, the lines that are not JSON; and of
+prompts `records.jsonl`, the line of each document.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from mmap import mmap
@@ -30,7 +32,7 @@ from mtrain.config.disk.files import records_of
 from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats import messages
-from mtrain.data.chats.loss_mask import EncodedChat, encode_chat
+from mtrain.data.chats.loss_mask import EncodedChat, encode_chat, encode_prompt
 from mtrain.data.chats.messages import NotJson
 from mtrain.data.chats.template import ChatFormat
 from mtrain.data.records import JsonLines, Keys
@@ -51,6 +53,7 @@ TOKENS = "tokens"
 LEARNED = "learned.bin"
 TABLE = "chats.bin"
 REJECTS = "rejects.jsonl"
+RECORDS = "records.jsonl"
 # Columns of `chats.bin`, int64, a row for each document: line, first and last learned token
 COLUMNS = 3
 # Characters of a line that `rejects.jsonl` shows
@@ -83,7 +86,7 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     def make(building: Path) -> None:
         lines = JsonLines(file)
         _make_room(folder.parent, note)
-        what = "chats" if data.kind == "sft" else "pairs"
+        what = {"sft": "chats", "preference": "pairs", "prompts": "prompts"}[data.kind]
         note(f"{file}: encoding {len(lines)} {what} with the chat template")
         _make(lines, data, form, loaded, building)
 
@@ -166,6 +169,8 @@ def _work(data: DataConfig, form: ChatFormat, tokenizer: Tokenizer) -> Work:
 
     def encode(line: bytes) -> Sequence[EncodedChat]:
         values = messages.parse_line(line)
+        if data.kind == "prompts":
+            return [encode_prompt(messages.parse_prompt(values, keys), form, tokenizer)]
         chats: Sequence[messages.Chat]
         if data.kind == "sft":
             chats = [messages.parse_chat(values, keys)]
@@ -185,19 +190,25 @@ def _make(
     chats = 0
     bad = 0
     parsed = 0
-    files = [open(folder / name, "wb") for name in (LEARNED, TABLE, REJECTS)]  # noqa: SIM115
-    known, table, rejects = files
+    names = (LEARNED, TABLE, REJECTS, *((RECORDS,) if data.kind == "prompts" else ()))
+    files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
+    known, table, rejects, *records = files
     with (
-        known,
-        table,
-        rejects,
+        ExitStack() as stack,
         IndexedWriter(folder / TOKENS, token_dtype(tokenizer.vocab_size)) as writer,
     ):
+        for file in files:
+            stack.enter_context(file)
         encoded = encode_lines(lines, _work(data, form, tokenizer))
         for number, chat in _kept(lines, enumerate(encoded), data, rejects):
             places = np.flatnonzero(chat.learned[1:]) + 1
             writer.add(chat.ids)
-            table.write(np.array([lines.numbers[number], places[0], places[-1]], "<i8").tobytes())
+            ends = (places[0], places[-1]) if len(places) else (0, 0)
+            table.write(np.array([lines.numbers[number], *ends], "<i8").tobytes())
+            for file in records:
+                line = lines.line(number).removeprefix(b"\xef\xbb\xbf").strip() + b"\n"
+                digest.update(line)
+                file.write(line)
             known.write(chat.learned.tobytes())
             digest.update(chat.ids.tobytes() + chat.learned.tobytes())
             parsed += chat.parsed

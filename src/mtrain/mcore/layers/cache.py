@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 from megatron.core.transformer import attention
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -31,7 +34,7 @@ class Cache(StaticInferenceContext):
     what is read has no padding, and the logits are those of the last token only.
 
     Inside `decoding`, the device holds the place of the token that is read, so that a step issues
-    the same work for each token.
+    the same work for each token; each row may have a place of its own.
     """
 
     def __init__(self, rows: int, length: int, *, last_only: bool) -> None:
@@ -59,9 +62,27 @@ class Cache(StaticInferenceContext):
         self.states.clear()
 
     @contextmanager
+    def filling(self, row: int) -> Iterator[None]:
+        """Read the first tokens of one sequence, into a row that held another or none."""
+        self.batch_size_offset = row
+        try:
+            yield
+        finally:
+            self.batch_size_offset = 0
+
+    def copy(self, row: int, to: int, tokens: int) -> None:
+        """Copy the first `tokens` of a row to another one."""
+        for values in self.key_value_memory_dict.values():
+            for memory in values:
+                memory[:tokens, to] = memory[:tokens, row]
+
+    @contextmanager
     def decoding(self, place: Tensor, span: int) -> Iterator[None]:
-        """Read one token of each sequence at a time, at `place` [1] of the device, which the caller
+        """Read one token of each sequence at a time, at `place` of the device, which the caller
         moves on; `span` tokens of the cache are attended to, those behind the place hidden.
+
+        `place` is [1] for all sequences, or [rows]. Tokens that are read together with the one at
+        the place lie behind it.
         """
         self.place = place
         self._span = span
@@ -74,23 +95,38 @@ class Cache(StaticInferenceContext):
         """Make the masks of the next token anew."""
         self._hidden.clear()
 
-    def hidden(self, window: tuple[int, int] | None) -> Tensor:
-        """Return the keys that the token at `place` does not see, boolean [1, 1, 1, span]."""
+    def hidden(self, window: tuple[int, int] | None, tokens: int = 1) -> Tensor:
+        """Return the keys that `tokens` from `place` on do not see, boolean [1 or rows, 1, tokens,
+        span].
+        """
         assert self.place is not None
         if window not in self._hidden:
-            ahead = torch.arange(self._span, device=self.place.device) - self.place
+            keys = torch.arange(self._span, device=self.place.device)
+            ahead = keys - self.places(tokens).t()[:, None, :, None]
             hidden = ahead > 0
             if window is not None and window[0] >= 0:
                 hidden |= ahead < -window[0]
-            self._hidden[window] = hidden.view(1, 1, 1, -1)
+            self._hidden[window] = hidden
         return self._hidden[window]
 
+    def places(self, tokens: int) -> Tensor:
+        """Return the places [tokens, 1 or rows] of `tokens` from `place` on."""
+        assert self.place is not None
+        if tokens == 1:
+            return self.place[None]
+        return torch.arange(tokens, device=self.place.device)[:, None] + self.place
+
     def decoded(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a layer's key and value [1, b, g, d] at `place`; return those of the span."""
+        """Write a layer's key and value [tokens, b, g, d] at `place`; return those of the span."""
         assert self.place is not None
         keys, values = self.key_value_memory_dict[layer]
-        keys.index_copy_(0, self.place, key)
-        values.index_copy_(0, self.place, value)
+        if len(self.place) == 1:
+            keys.index_copy_(0, self.places(len(key))[:, 0], key)
+            values.index_copy_(0, self.places(len(key))[:, 0], value)
+        else:
+            at = self.places(len(key)), torch.arange(len(self.place), device=self.place.device)
+            keys.index_put_(at, key)
+            values.index_put_(at, value)
         return keys[: self._span], values[: self._span]
 
 
@@ -137,7 +173,10 @@ class CachedSelfAttention(SelfAttention):
         """Return as megatron-core's."""
         context = given.get("inference_context")
         if context is not None and getattr(context, "place", None) is not None:
-            given["attention_mask"] = context.hidden(self.core_attention.window)
+            tokens = args[0].shape[0]
+            if self.config.sequence_parallel:
+                tokens *= self.pg_collection.tp.size()
+            given["attention_mask"] = context.hidden(self.core_attention.window, tokens)
         skipped = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         elsewhere = (
             given.get("inference_context") is not None or given.get("packed_seq_params") is not None
@@ -219,21 +258,45 @@ class CachedSelfAttention(SelfAttention):
     def _decoded(
         self, context: Cache, query: Tensor, key: Tensor, value: Tensor, rotary: Any
     ) -> Any:
-        """Return the same for the token at the context's place, without a number of the host."""
+        """Return the same for the tokens at the context's places, without a number of the host."""
         if rotary is not None:
             scale = attention._yarn_get_concentration_factor_from_config(self.config)
+            at = context.places(len(query))
+            # Rows that differ in their angles become tokens of one sequence.
             query, key = (
                 apply_rotary_pos_emb(
-                    x,
-                    angles.index_select(0, context.place),
+                    x if at.shape[1] == 1 else x.flatten(0, 1)[:, None],
+                    angles.index_select(0, at.flatten()),
                     self.config,
                     mscale=scale,
                     cp_group=self.pg_collection.cp,
-                )
+                ).view(x.shape)
                 for x, angles in zip((query, key), rotary, strict=True)
             )
         key, value = context.decoded(self.layer_number, key, value)
         return query, key, value, None, AttnMaskType.arbitrary, None
+
+
+@contextmanager
+def whole_sequences(chunks: list[Any]) -> Iterator[None]:
+    """Let each context-parallel rank read whole sequences inside, all of them the same, from a
+    cache.
+    """
+    owners = {CoreAttention: "_context", RotaryEmbedding: "cp_group"}
+    kept = [
+        (module, name, getattr(module, name))
+        for chunk in chunks
+        for module in chunk.modules()
+        for kind, name in owners.items()
+        if isinstance(module, kind)
+    ]
+    for module, name, _ in kept:
+        setattr(module, name, None)
+    try:
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
 
 
 def decoding_obstacle(chunk: Any) -> str:
@@ -242,6 +305,11 @@ def decoding_obstacle(chunk: Any) -> str:
     """
     if chunk.config.num_moe_experts:
         return "the host reads how many tokens each expert takes"
+    return places_obstacle(chunk)
+
+
+def places_obstacle(chunk: Any) -> str:
+    """Return why a chunk cannot read tokens inside `Cache.decoding`; empty: it can."""
     for layer in chunk.modules():
         if isinstance(layer, Attention) and not isinstance(layer, CachedSelfAttention):
             return f"{type(layer).__name__} reads the place of a token from the host"

@@ -66,10 +66,12 @@ class OutputLayer(ColumnLinear):
         auxiliary: AuxiliaryOutputs | None = None,
         is_whole_loss: bool = False,
         per_token: bool = False,
+        temperature: float = 1.0,
         impl: str = "reference",
     ) -> Any:
         """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
-        sum of weighted losses, or `per_token` the loss of each token [b, s] without its weight.
+        sum of weighted losses, or `per_token` the loss of each token [b, s] without its weight, of
+        logits divided by `temperature`.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
         `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
@@ -91,12 +93,17 @@ class OutputLayer(ColumnLinear):
             hidden, weight = _with_bias(hidden, weight, self.bias)
         group = self.tp_group if self.tp_group.size() > 1 else None
         if per_token:
+            cap = self.soft_cap
+            if temperature != 1:
+                # Logits are linear in their operand, and a cap comes before the division.
+                hidden = hidden / temperature
+                cap = None if cap is None else cap / temperature
             losses = token_cross_entropy(
                 hidden,
                 weight,
                 labels.t().flatten(),
                 vocab_size=vocab_size,
-                soft_cap=self.soft_cap,
+                soft_cap=cap,
                 group=group,
                 sequence_parallel=self.sequence_parallel,
                 impl=impl,
@@ -208,6 +215,8 @@ class SummedLosses:
     """Further outputs; with any of them, the sum is that of `with_auxiliary_outputs`."""
     per_token = False
     """True if an objective reads the log-probability of each label, instead of a sum of losses."""
+    temperature = 1.0
+    """Divisor of the logits that `per_token` log-probabilities are of."""
     is_whole_loss = False
     """The promise that training minimises the sum of `sum_of_losses` as it is, so that its gradient
     is 1.
@@ -299,10 +308,19 @@ class SummedLosses:
             weight = (self.output_layer.weight if weight is None else weight).detach()
         if self.per_token and self.loss != "megatron":
             given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
-            losses = self.output_layer(hidden, weight, **given, per_token=True, impl=self.loss)
+            losses = self.output_layer(
+                hidden,
+                weight,
+                **given,
+                per_token=True,
+                temperature=self.temperature,
+                impl=self.loss,
+            )
             return -losses.float()  # type: ignore[no-any-return]
         if self.per_token:
             logits, _ = self.output_layer(hidden, weight)
+            if self.temperature != 1:
+                logits = logits / self.temperature
             return -self.compute_language_model_loss(labels, logits).float()  # type: ignore[no-any-return]
         if self.loss == "megatron":
             ranked = labels if auxiliary.accuracy else None

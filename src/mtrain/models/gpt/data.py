@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import BlendOfDocuments, ChatSamples, PairSamples, Splits, WholeDocuments
+from mtrain.data.answers import answer_collator
 from mtrain.data.batch import (
     Collator,
     MockPairs,
@@ -27,6 +28,9 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
         pairs = source if isinstance(source, PairSamples) else MockPairs(source)
         o = run.objective
         return pair_collator(pairs, mismatched=o.mismatches, at_ends=o.reads_values)
+    if run.objective.rolls:
+        most = run.rollout.tokens(data.length)
+        return answer_collator(source, run.objective.divisor, most)
     if isinstance(source, ChatSamples):
         return chat_collator(source)
     if isinstance(source, WholeDocuments | BlendOfDocuments):

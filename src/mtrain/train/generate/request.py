@@ -56,6 +56,10 @@ class Continuation:
 
     ids: list[int] = field(default_factory=list)
     ended: str = LENGTH
+    log_probabilities: list[float] = field(default_factory=list)
+    """Nats of each token, in the distribution that it was drawn from; empty where tokens were drawn
+    in blocks.
+    """
 
 
 @dataclass(frozen=True)

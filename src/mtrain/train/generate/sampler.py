@@ -20,7 +20,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.layers.padding import padding_is
 from mtrain.train.generate.decoder import BLOCK, Decoder
 from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
-from mtrain.train.generate.sampling import draw, noise_of
+from mtrain.train.generate.sampling import drawn, noise_of
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.heartbeat import waiting as waiting_for_others
 from mtrain.world.init import World
@@ -168,6 +168,7 @@ class Sampler:
         *,
         ending: Callable[[list[int]], str] = lambda ids: LENGTH,
         stop: Callable[[], bool] = lambda: False,
+        seeds: Sequence[int] | None = None,
     ) -> list[Continuation] | None:
         """Return the text sampled after each prompt, the same on every rank; None as soon as `stop`
         is true on one.
@@ -176,7 +177,8 @@ class Sampler:
         one token at a time, where longer prompts supply their own tokens. So the text of a prompt
         does not depend on the others. `ending` returns after each new token whether its
         continuation has ended, by a word of `ENDINGS`. Sampling has a generator of its own for each
-        prompt, so the training state is left as it was.
+        prompt, so the training state is left as it was; `seeds` has the seed of each, None:
+        that of `sampling` for all.
 
         Where more than `context` tokens are known, the oldest ones are dropped, half a context at a
         time.
@@ -185,9 +187,10 @@ class Sampler:
             ConfigError: see `context`.
         """
         seed = self.run.trainer.seed if sampling.seed is None else sampling.seed
+        seeds = [seed] * len(prompts) if seeds is None else seeds
         texts = [
-            _Text(list(prompt), sampling, torch.Generator().manual_seed(seed), ending)
-            for prompt in prompts
+            Text(list(prompt), sampling, torch.Generator().manual_seed(own), ending)
+            for prompt, own in zip(prompts, seeds, strict=True)
         ]
         longest = max(len(text.ids) for text in texts) + sampling.tokens
         begin = -1
@@ -209,7 +212,7 @@ class Sampler:
                 waiting = {i: texts[i] for i in going if len(texts[i].ids) == known}
                 if not self._add_next(waiting, logits, stop()):
                     return None
-        return [Continuation(text.added, text.ended) for text in texts]
+        return [Continuation(text.added, text.ended, text.log_probabilities) for text in texts]
 
     def _start(self, known: int) -> int:
         """Return the first token of the context of the next one, if so many are known."""
@@ -252,7 +255,7 @@ class Sampler:
             )
         return self.decoders[key]
 
-    def _block(self, texts: list[_Text], begin: int, known: int, decoder: Decoder) -> int:
+    def _block(self, texts: list[Text], begin: int, known: int, decoder: Decoder) -> int:
         """Return how many tokens to draw in a block; 0: the prompts are not read yet."""
         going = [text for text in texts if not text.done]
         read = decoder.cache.read
@@ -261,26 +264,42 @@ class Sampler:
         most = min(BLOCK, max(text.remaining for text in going))
         return next((n for n in range(1, most) if self._start(known + n) != begin), most)
 
-    def _add_next(
-        self, waiting: dict[int, _Text], logits: torch.Tensor | None, stops: bool
-    ) -> bool:
+    def _add_next(self, waiting: dict[int, Text], logits: torch.Tensor | None, stops: bool) -> bool:
         """Add the next token to each text that waits for one, by its row; return False if a rank
         stops.
         """
-        # Choices and endings of the texts, and in the last column the requests to stop: all ranks
-        # add up what one of them drew.
-        sent = torch.zeros((2, len(waiting) + 1), dtype=torch.int64, device=self.world.torch_device)
-        sent[0, -1] = stops
         # Every rank of the last stage could draw; the first of them does.
-        if logits is not None and self.world.rank == self.grid.rank_of(pp=self.grid.pp - 1):
+        draws = self.world.rank == self.grid.rank_of(pp=self.grid.pp - 1)
+        return self.add_drawn(waiting, logits if draws else None, stops)
+
+    def add_drawn(
+        self,
+        waiting: dict[int, Text],
+        logits: torch.Tensor | None,
+        stops: bool,
+        group: Any = None,
+    ) -> bool:
+        """Add the next token to each text, by its row of `logits`, which one rank of a group has;
+        None: of all ranks. Return False if a rank stops.
+        """
+        # Choices, endings and log-probabilities of the texts, and in the last column the requests
+        # to stop: all ranks add up what one of them drew. All are exact in this type.
+        device = self.world.torch_device
+        sent = torch.zeros((3, len(waiting) + 1), dtype=torch.float64, device=device)
+        sent[0, -1] = stops
+        if logits is not None and waiting:
             known = logits[:, : self.run.model.vocab_size].float().cpu()
-            sent[:, :-1] = torch.tensor([text.draw(known[row]) for row, text in waiting.items()]).T
+            found = [text.draw(known[row]) for row, text in waiting.items()]
+            sent[:, :-1] = torch.tensor(found, dtype=torch.float64).T
         with waiting_for_others():
-            if self.world.size > 1:
-                dist.all_reduce(sent)
-            choices, endings = sent.tolist()
-        for text, choice, ended in zip(waiting.values(), choices, endings, strict=False):
-            text.add(choice, ENDINGS[ended])
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(sent, group=group)
+            choices, endings, values = sent.tolist()
+        for text, choice, ended, value in zip(
+            waiting.values(), choices, endings, values, strict=False
+        ):
+            text.add(int(choice), ENDINGS[int(ended)])
+            text.log_probabilities.append(value)
         return not choices[-1]
 
     def _next_logits(self, rows: Sequence[list[int]], cache: Any = None) -> torch.Tensor | None:
@@ -357,7 +376,7 @@ class Sampler:
         return outputs[0] if outputs else None
 
 
-def _add_block(texts: list[_Text], decoder: Decoder, count: int) -> None:
+def _add_block(texts: list[Text], decoder: Decoder, count: int) -> None:
     """Draw `count` tokens of each text, and add those up to its end."""
     noise = None
     if decoder.noise is not None:
@@ -373,8 +392,11 @@ def _add_block(texts: list[_Text], decoder: Decoder, count: int) -> None:
                 text.add(choice, text.ending(choice))
 
 
-class _Text:
+class Text:
     """A prompt and the tokens added to it so far."""
+
+    log_probabilities: list[float]
+    """Nats of each token that was drawn by `draw`."""
 
     def __init__(
         self,
@@ -384,6 +406,7 @@ class _Text:
         ending: Callable[[list[int]], str],
     ) -> None:
         self.ids = ids
+        self.log_probabilities = []
         self.ended = LENGTH
         self.done = sampling.tokens <= 0
         self._begin = len(ids)
@@ -408,10 +431,12 @@ class _Text:
         """Return how many tokens may follow."""
         return self._last - len(self.ids)
 
-    def draw(self, logits: torch.Tensor) -> tuple[int, int]:
-        """Return the next token, and the number of the ending that it causes."""
-        choice = draw(logits, self._sampling, self._generator)
-        return choice, ENDINGS.index(self.ending(choice))
+    def draw(self, logits: torch.Tensor) -> tuple[int, int, float]:
+        """Return the next token, the number of the ending that it causes, and its
+        log-probability.
+        """
+        choice, value = drawn(logits, self._sampling, self._generator)
+        return choice, ENDINGS.index(self.ending(choice)), value
 
     def noise(self, vocabulary: int) -> torch.Tensor:
         """Return the random numbers of the next token."""

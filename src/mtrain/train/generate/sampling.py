@@ -8,20 +8,24 @@ from torch import Tensor
 from mtrain.train.generate.request import Sampling
 
 
-def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Return a token id from `logits` [vocabulary]."""
+def drawn(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float]:
+    """Return a token id from `logits` [vocabulary], and the nats of its probability in the
+    distribution that it was drawn from.
+    """
     # The limit of the softmax: division by 0 is not it.
     if sampling.temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(limited(logits / sampling.temperature, sampling), -1)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+        return int(logits.argmax()), 0.0
+    values = limited(logits / sampling.temperature, sampling)
+    choice = int(torch.multinomial(torch.softmax(values, -1), 1, generator=generator))
+    # The trainer rounds its sums to fp32; here nothing more is lost.
+    return choice, float(values.double().log_softmax(-1)[choice])
 
 
 def chosen(logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Tensor:
     """Return token ids [rows] from `logits` [rows, vocabulary], without the host.
 
     With a temperature, `noise` has the shape of the logits and is drawn by `noise_of`. The ids are
-    those that `draw` returns with the same generators: an exponential race is how
+    those that `drawn` returns with the same generators: an exponential race is how
     `torch.multinomial` draws one number.
     """
     if noise is None:

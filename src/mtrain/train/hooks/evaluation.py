@@ -65,7 +65,7 @@ class Evaluation(Hook):
     def after_run(self, context: TrainContext) -> None:
         """Compare the last loss with the entropy of tokens drawn by their frequency."""
         comparable = family_of(context.run.model).tokens_alone(context.run.model)
-        comparable = comparable and not context.run.objective.pairs
+        comparable = comparable and not context.run.objective.answers
         if self.last is None or self.entropy_nats is None or not comparable:
             return
         step, loss = self.last

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +18,7 @@ from mtrain.goodput.meter import Meter
 from mtrain.mcore import api as mcore
 from mtrain.mcore.adapter.cuda_graphs import whole_steps
 from mtrain.train.loop.interruptions import ByTime, StopRequest
-from mtrain.train.loop.prefetch import BatchPrefetcher, Needs, Place, Ring, needs_of
+from mtrain.train.loop.prefetch import Batch, BatchPrefetcher, Needs, Place, Ring, needs_of
 from mtrain.train.loop.readings import Board, Flops, MetricTable, may_pad
 from mtrain.train.loop.result import StepResult
 from mtrain.train.objectives import Objective, objective_of
@@ -41,6 +42,24 @@ class Moments:
         return {}
 
 
+class Stopped(Exception):
+    """A rank got a request to stop while the samples of a step were made; it was not begun."""
+
+
+class Feed(Protocol):
+    """A source of micro-batches; see `BatchPrefetcher`."""
+
+    waited_s: float
+
+    def take(self, consumed: int, size: int) -> list[Batch]: ...
+
+    def read_for(self, dp_rank: int, consumed: int, size: int) -> list[Batch]: ...
+
+    def expect(self, consumed: int, size: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass
 class TrainContext:
     """The model, data and state of a run on this rank, and what its steps share."""
@@ -62,6 +81,10 @@ class TrainContext:
     """A function that all ranks call once before they read the first sample, with the weights that
     the run begins with.
     """
+    feed: Callable[[TrainContext], Feed] | None = None
+    """A function that returns the source of training samples; None: a `BatchPrefetcher`."""
+    tokenizer: Path | None = None
+    """The `tokenizer.json` of answers that are sampled."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Requests to stop that this rank got."""
     stops: bool = False
@@ -130,10 +153,12 @@ class TrainContext:
         return needs_of(self.run, self.state.chunks, padded=data.pads or may_pad(self.run))
 
     @cached_property
-    def prefetcher(self) -> BatchPrefetcher:
-        """Return the prefetcher of the training samples."""
+    def prefetcher(self) -> Feed:
+        """Return the source of the training samples."""
         if self.prepare is not None:
             self.prepare(self)
+        if self.feed is not None:
+            return self.feed(self)
         plan = self.batch_sizes
         end = samples_of(plan, self.run.trainer.steps)
         prefetch = self.run.data.prefetch

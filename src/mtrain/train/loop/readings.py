@@ -19,7 +19,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.data.batch import FURTHER
 from mtrain.devices.base import Device, Event
 from mtrain.plan.count import flops_of_token
-from mtrain.train.objectives import SUM, Metric
+from mtrain.train.objectives import MAX, SUM, Metric
 from mtrain.world.heartbeat import begin_phase, waiting
 from mtrain.world.init import World
 from mtrain.world.labels import STEP, Labels, labelled
@@ -43,6 +43,8 @@ class MetricTable:
         self.metrics = (*declared, *(Metric(name) for name in STEP_METRICS))
         self._places = {metric.name: place for place, metric in enumerate(self.metrics)}
         divisors = {metric.reduce for metric in declared}
+        self.largest = [self._places[m.name] for m in declared if m.reduce == MAX]
+        """Places of metrics that are not added up, but whose largest value is reported."""
         self.extra = tuple(
             metric.name
             for metric in declared
@@ -64,7 +66,8 @@ class MetricTable:
         for metric in self.metrics:
             total = totals[metric.name]
             # A step may have no prediction that counts: its mean is 0, not an error.
-            divisor = 1.0 if metric.reduce == SUM else max(1.0, totals[metric.reduce])
+            whole = metric.reduce in (SUM, MAX)
+            divisor = 1.0 if whole else max(1.0, totals[metric.reduce])
             divided[metric.name] = total / divisor
         return divided
 
@@ -85,7 +88,7 @@ def summed_report(
     reports: Sequence[torch.Tensor],
     own: Mapping[str, float],
 ) -> torch.Tensor:
-    """Add up a step over all ranks, in one all-reduce.
+    """Add up a step over all ranks, in one all-reduce, and in a second one metrics of maxima.
 
     Args:
         world: this rank and all others.
@@ -99,12 +102,18 @@ def summed_report(
     values = torch.zeros(len(table), dtype=torch.float64, device=world.torch_device)
     # Tensor-parallel ranks report the same losses: one of them counts.
     if reports and world.coords["tp"] == 0:
-        sums = torch.stack([report.double() for report in reports]).sum(0)
+        each = torch.stack([report.double() for report in reports])
+        sums = each.sum(0)
+        sums[table.largest] = each[:, table.largest].max(0).values
         values[: len(sums)] = sums
     for name, number in own.items():
         values[table.place(name)] = float(number)
     begin_phase("report")
+    largest = values[table.largest]
     dist.all_reduce(values)
+    if table.largest:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        values[table.largest] = largest
     return values
 
 

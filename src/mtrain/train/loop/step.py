@@ -165,7 +165,7 @@ def _share_out(context: TrainContext, batches: Sequence[Batch]) -> None:
 
 def _leaves_out(run: RunConfig) -> bool:
     """Return whether a step may be divided by something else than its tokens."""
-    if run.objective.pairs:
+    if run.objective.answers:
         return True
     d = run.data
     whole = d.kind in ("text", "indexed", "mock") and not d.packed and not d.eod_mask_loss

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import MtrainError, Preempted, TrainingError
 from mtrain.train.hooks.base import Hook, HookList
-from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.context import Stopped, TrainContext
 from mtrain.train.loop.readings import AHEAD, reduce_report, sync_checks
 from mtrain.train.loop.result import Launched, StepResult, step_record
 from mtrain.train.loop.step import launch_step, train_step
@@ -86,8 +86,13 @@ class Trainer:
             self.hooks.before_step(context)
             self.between_steps = False
             mode = context.run.trainer.sync_debug if made >= FIRST_STEPS else "none"
-            with sync_checks(context.world.device, mode):
-                self.launched.append(make(context, stop_requested=context.stop_requested))
+            try:
+                with sync_checks(context.world.device, mode):
+                    self.launched.append(make(context, stop_requested=context.stop_requested))
+            except Stopped:
+                context.stops = stopped = True
+                self._report()
+                break
             made += 1
             context.meter.stepped(state.step, context.prefetcher.waited_s)
             waits = self._waits()

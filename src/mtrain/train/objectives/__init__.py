@@ -19,6 +19,7 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.models.registry import family_of
 
 SUM = "sum"
+MAX = "max"
 Batch = Mapping[str, Any]
 """A micro-batch on this rank's device; see `mtrain.data.batch.MicroBatch`."""
 
@@ -29,10 +30,12 @@ class Metric:
 
     name: str
     value: Tensor | float = 0.0
-    """The sum over this micro-batch, never a mean: only the trainer divides."""
+    """The sum over this micro-batch, never a mean: only the trainer divides. For `max`, the
+    largest number, at least 0.
+    """
     reduce: str = SUM
-    """`sum`: the total is reported. Otherwise the name of a metric, by whose total this one's is
-    divided.
+    """`sum`: the total is reported; `max`: the largest of all micro-batches and ranks. Otherwise
+    the name of a metric, by whose total this one's is divided.
     """
 
     def of(self, value: Tensor) -> Metric:

@@ -1,0 +1,102 @@
+"""Objectives of answers that the policy samples: groups, sampling and rewards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from mtrain.config.machine import installed
+from mtrain.config.resolve.batches import stages
+from mtrain.config.rules.batch import MICRO
+from mtrain.config.rules.finding import Finding, each, multiples
+from mtrain.config.rules.rule import Code, rule
+from mtrain.config.schema.run import RunConfig
+
+NAME = "objective.name"
+GROUP = "objective.group_size"
+BATCH = "trainer.global_batch_size"
+REWARDS = "rollout.rewards"
+RAMP = "trainer.batch_size_schedule trainer.rampup_batch_size"
+GRPO = "objective=grpo data=mock data.seq_length=64"
+
+
+@rule(
+    Code("MT338", example=f"{GRPO} rollout.temperature=0"),
+    reads=f"{NAME} rollout.temperature",
+)
+def sampled_answers(run: RunConfig) -> Iterator[Finding]:
+    """Cannot train on answers without chance because then each has the probability 1, and all of a
+    group are equal.
+    """
+    if run.objective.rolls and run.rollout.temperature == 0:
+        key = "rollout.temperature"
+        yield Finding("MT338", key, f"objective.name is {run.objective.name}", each(key, [1.0]))
+
+
+@rule(
+    Code("MT339", example=f"{GRPO} {GROUP}=1"),
+    Code(
+        "MT347",
+        text="Cannot compare the answers to a prompt because a step holds a part of a group.",
+        example=f"{GRPO} {GROUP}=8 {BATCH}=12 {MICRO}=4",
+    ),
+    reads=f"{NAME} {GROUP} {BATCH} {RAMP}",
+)
+def whole_groups(run: RunConfig) -> Iterator[Finding]:
+    """Cannot compare the answers to a prompt because there is one."""
+    o = run.objective
+    if not o.rolls:
+        return
+    if o.whole == 1:
+        yield Finding("MT339", GROUP, f"objective.name is {o.name}", each(GROUP, [8, 4, 2]))
+    elif odd := [size for _, size in stages(run) if size % o.whole]:
+        sizes = multiples(run.trainer.batch, o.whole)
+        detail = f"{odd[0]} samples, groups of {o.whole}"
+        groups = [n for n in (o.whole // 2, 4, 2) if n > 1 and run.trainer.batch % n == 0]
+        yield Finding("MT347", BATCH, detail, [*each(BATCH, sizes), *each(GROUP, groups)])
+
+
+@rule(
+    Code(
+        "MT337",
+        text="Cannot judge answers.",
+        help="Use rewards=[exact], or other shipped or installed rewards.",
+        example="objective=grpo data=prompts data.path=prompts.jsonl data.tokenizer=tokenizer.json",
+    ),
+    reads=f"{NAME} data.kind {REWARDS} rollout.reward_weights rollout.pattern",
+    disk=True,
+)
+def known_rewards(run: RunConfig) -> Iterator[Finding]:
+    """Require rewards that this machine has, with the keys that they need."""
+    r = run.rollout
+    if not run.objective.rolls or (run.data.kind != "prompts" and r.rewards is None):
+        return
+    if r.rewards is None:
+        yield Finding("MT337", REWARDS, "no reward is named", each(REWARDS, [["exact"]]))
+        return
+    known = installed.names(installed.SHIPPED_REWARDS, installed.REWARDS)
+    for name in sorted(set(r.rewards) - set(known)):
+        detail = f"neither mtrain nor an installed package has {name!r} ({', '.join(known)})"
+        yield Finding("MT337", REWARDS, detail, hint="rewards=[exact]")
+    if r.reward_weights is not None and len(r.reward_weights) != len(r.rewards):
+        key = "rollout.reward_weights"
+        detail = f"{len(r.reward_weights)} weights for {len(r.rewards)} rewards"
+        yield Finding("MT337", key, detail, [{key: None}, {key: [1.0] * len(r.rewards)}])
+    if "format" in r.rewards and not _is_pattern(r.pattern):
+        detail = "the reward format needs a regular expression"
+        yield Finding("MT337", "rollout.pattern", detail, hint="rollout.pattern='.*[0-9]+'")
+    if "math" in r.rewards and find_spec("math_verify") is None:
+        detail = "the reward math needs math-verify, which is not installed here"
+        hint = "pip install 'mtrain[rl]'"
+        yield Finding("MT337", REWARDS, detail, hint=hint, lacks="input")
+
+
+def _is_pattern(text: str | None) -> bool:
+    if text is None:
+        return False
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True

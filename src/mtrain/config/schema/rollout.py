@@ -1,0 +1,76 @@
+"""The section `rollout`: how answers are sampled, and the rewards that judge them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mtrain.config.schema.base import (
+    Effect,
+    Key,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+)
+
+JUDGED = "objective.name=grpo|rloo and rollout.rewards"
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class RolloutConfig(Section):
+    """`rollout`: answers to prompts, which the policy samples in every step."""
+
+    engine: Annotated[Literal["local"], Key(aka="backend")] = "local"
+    """The sampler. local: the trained shards themselves, in the layout of the run."""
+    temperature: Annotated[NonNegativeFloat, Key(aka="sampling_temperature")] = 1.0
+    """Divisor of logits, in sampling and in every log-probability of the loss."""
+    max_tokens: Annotated[
+        PositiveInt | None,
+        Key(aka="max_completion_length max_new_tokens max_response_length", unit="tokens"),
+    ] = None
+    """The most tokens of an answer. A prompt with so many more has to fit in data.seq_length + 1.
+    null: half of data.seq_length.
+    """
+    rows: Annotated[
+        PositiveInt, Key(effect=Effect.PARALLELISM, aka="max_num_seqs", unit="answers")
+    ] = 32
+    """Answers that are sampled together; each does not depend on the others."""
+    rewards: Annotated[
+        Annotated[tuple[str, ...], Field(min_length=1)] | None, Key(aka="reward_funcs")
+    ] = Field(default=None, strict=False)
+    """The functions that judge an answer; `rewards=[exact]` on the command line sets them. exact:
+    1 if it is the text of the column `answer_column`, without the blanks around it; math: 1 if
+    math-verify finds both equal (extra rl); format: 1 if `pattern` matches all of it; length: 1 up
+    to `free_tokens`, then falling to 0 at max_tokens. Installed packages publish others under the
+    entry point group `mtrain.rewards`.
+    """
+    reward_weights: Annotated[
+        Annotated[tuple[float, ...], Field(min_length=1)] | None, Key(when=JUDGED)
+    ] = Field(default=None, strict=False)
+    """The factor of each of `rewards` in their sum. null: 1."""
+    answer_column: Annotated[str, Key(when=JUDGED)] = "answer"
+    """Key of the lines of data.path with the right answer."""
+    pattern: Annotated[str | None, Key(when=JUDGED, aka="format_pattern")] = None
+    """format: a regular expression, as Python's re reads it, in which a dot is any character."""
+    free_tokens: Annotated[PositiveInt | None, Key(when=JUDGED, unit="tokens")] = None
+    """length: the tokens up to which an answer has the whole reward. null: half of max_tokens."""
+    reward_seconds: Annotated[Seconds, Key(when=JUDGED, effect=Effect.RUNTIME)] = 5.0
+    """The most time of one function for one answer."""
+    reward_memory_gib: Annotated[PositiveFloat, Key(when=JUDGED, effect=Effect.RUNTIME)] = 4.0
+    """The most memory of each process that runs them."""
+    reward_workers: Annotated[PositiveInt, Key(when=JUDGED, effect=Effect.RUNTIME)] = 2
+    """Processes that run them, next to the first rank."""
+    failed_rewards: Annotated[Share, Key(when=JUDGED)] = 0.01
+    """The share of a step's rewards that may fail: the function raised, took too long, or returned
+    no finite number. Such a reward is 0, and the run says which it was. Above it, the run ends.
+    """
+
+    def tokens(self, length: int) -> int:
+        """Return the most tokens of an answer in samples of `length` tokens."""
+        return self.max_tokens or max(1, length // 2)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Return the weight of each reward."""
+        return self.reward_weights or (1.0,) * len(self.rewards or ())

@@ -1,0 +1,95 @@
+"""Micro-batches of sampled answers: prompt and answer in a row each, with the answer's advantage
+and the log-probabilities that its tokens were sampled with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from mtrain.data.batch import Collator, MicroBatch, Source, averaged, collate
+from mtrain.data.chats.samples import NOTHING, PromptSamples, Sample
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer with its advantage."""
+
+    prompt: np.ndarray
+    """int64 [tokens]"""
+    ids: np.ndarray
+    """int64 [tokens]: the sampled tokens, at least one."""
+    log_probabilities: np.ndarray
+    """float32 [tokens]: nats of the sampled tokens."""
+    advantage: float = 0.0
+
+
+def answer_batch(
+    answers: Sequence[Answer], length: int, divisor: str, most_tokens: int
+) -> MicroBatch:
+    """Return the micro-batch of answers, a row of `length` tokens for each.
+
+    `divisor` is `ObjectiveConfig.divisor`: `token` weighs each sampled token by 1 and counts it;
+    `sequence` weighs those of an answer by 1 together and counts the answer; `constant` weighs each
+    by 1 and counts `most_tokens` for an answer.
+    """
+    rows = []
+    beside = np.zeros((2, len(answers), length), np.float32)
+    for place, answer in enumerate(answers):
+        start = len(answer.prompt)
+        end = start + len(answer.ids)
+        tokens = np.full(length + 1, NOTHING, np.int64)
+        tokens[:start] = answer.prompt
+        tokens[start:end] = answer.ids
+        learned = np.zeros(length + 1, np.bool_)
+        learned[start:end] = True
+        rows.append(Sample(tokens, learned, (0,), ()))
+        # A label is the token after its place.
+        beside[0, place, start - 1 : end - 1] = answer.advantage
+        beside[1, place, start - 1 : end - 1] = answer.log_probabilities
+    batch = collate(rows, packed=False)
+    batch["advantages"], batch["sampled_log_probabilities"] = torch.from_numpy(beside)
+    if divisor == "constant":
+        first = [len(answer.prompt) - 1 for answer in answers]
+        counts = torch.zeros_like(batch["loss_mask"])
+        counts[torch.arange(len(answers)), torch.tensor(first)] = float(most_tokens)
+        return cast(MicroBatch, {**batch, "loss_counts": counts})
+    return averaged(batch, divisor, len(answers))
+
+
+class MockAnswers:
+    """Synthetic answers of lengths that differ, with advantages of both signs; for plans and for
+    proofs of layouts, where no policy samples.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def answer(self, number: int) -> Answer:
+        """Return the answer of a sample, a function of its number."""
+        (window,) = self.source.batch(np.array([number]))
+        length = len(window) - 1
+        start = max(1, length // 4)
+        end = max(start + 1, length + 1 - int(number) * 5 % (length // 2))
+        dice = np.random.default_rng(int(number))
+        values = dice.standard_normal(end - start + 1).astype(np.float32)
+        return Answer(window[:start], window[start:end], -5 - values[1:] ** 2, float(values[0]))
+
+
+def answer_collator(source: Source, divisor: str, most_tokens: int) -> Collator:
+    """Return the collator of prompts, whose answers the run samples later, or of synthetic
+    answers.
+    """
+
+    def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        if isinstance(source, PromptSamples):
+            return collate([source.sample(number) for number in numbers], packed=False)
+        answers = MockAnswers(source)
+        rows = [answers.answer(number) for number in numbers]
+        return answer_batch(rows, windows.shape[1] - 1, divisor, most_tokens)
+
+    return collator

@@ -1,0 +1,235 @@
+"""The micro-batches of steps whose answers the policy samples: prompts, rollouts, rewards,
+advantages.
+
+All ranks sample the answers of a global batch together, and have all of them. Rank 0 has them
+judged. The advantages are a pure function of all rewards, so that no layout changes them, and each
+data-parallel rank collates its own answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mtrain.data import PromptSamples
+from mtrain.data.answers import Answer, answer_batch
+from mtrain.data.text.tokenizer import Tokenizer
+from mtrain.errors import TrainingError, warn
+from mtrain.train.generate.request import END, LENGTH, Sampling
+from mtrain.train.generate.texts import endings
+from mtrain.train.loop.context import Stopped, TrainContext
+from mtrain.train.loop.prefetch import Batch, to_device
+from mtrain.train.loop.result import StepResult
+from mtrain.train.policy import PolicyObjective
+from mtrain.train.rewards import Sampled
+from mtrain.train.rollouts.engine import Engine, Prompt, Rollout
+from mtrain.train.rollouts.judges import Judges, Verdict
+from mtrain.train.rollouts.local import LocalEngine
+from mtrain.world.heartbeat import begin_phase, waiting
+
+NAMED = 3
+"""Failed rewards of a step that are named."""
+EQUAL = 1e-9
+"""Largest difference between rewards that are taken to be equal."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The answers of a global batch."""
+
+    place: tuple[int, int]
+    """Samples consumed before, and samples of the step."""
+    rollouts: Sequence[Rollout]
+    advantages: np.ndarray
+    """float64 [answers]"""
+
+
+class RolloutFeed:
+    """A source of micro-batches in the place of a `BatchPrefetcher`."""
+
+    def __init__(self, context: TrainContext) -> None:
+        """Begin the engine and, on rank 0, the processes of the rewards."""
+        run = context.run
+        source = context.train_data.samples
+        assert isinstance(source, PromptSamples)
+        assert isinstance(context.objective, PolicyObjective)
+        assert context.tokenizer is not None
+        self._context = context
+        self._source = source
+        self._objective = context.objective
+        self._tokenizer = Tokenizer(context.tokenizer)
+        self._sampling = Sampling(
+            tokens=run.rollout.tokens(run.data.length),
+            temperature=run.rollout.temperature,
+            seed=run.trainer.seed,
+        )
+        self._engine: Engine = LocalEngine(
+            run,
+            context.world,
+            context.state.chunks,
+            run.rollout.rows,
+            endings(self._tokenizer, ()),
+            lambda: context.stop_requested,
+        )
+        r = run.rollout
+        self._judges = None
+        # Rewards are foreign code, which may be slow or random: one rank has them computed.
+        if context.world.is_rank0:
+            self._judges = Judges(r.reward_workers, r.reward_seconds, r.reward_memory_gib)
+        self._last: Step | None = None
+        self._measured: dict[int, dict[str, float]] = {}
+        self.waited_s = 0.0
+        context.measures.append(self.measured)
+
+    def take(self, consumed: int, size: int) -> list[Batch]:
+        """Return the micro-batches of the step of `size` samples after `consumed`, on this rank's
+        device.
+
+        Raises:
+            Stopped: a rank has a request to stop.
+            TrainingError: more rewards failed than `rollout.failed_rewards`.
+        """
+        begun = time.perf_counter()
+        begin_phase("rollouts")
+        numbers = range(consumed, consumed + size)
+        prompts = [Prompt(tuple(self._source.ids(n).tolist()), n) for n in numbers]
+        rollouts = self._engine.generate(prompts, self._sampling)
+        if rollouts is None:
+            raise Stopped
+        sampled = time.perf_counter()
+        begin_phase("rewards")
+        rewards = self._rewards(rollouts)
+        weighed = rewards @ np.array(self._context.run.rollout.weights)
+        groups = weighed.reshape(-1, self._source.group)
+        advantages = self._objective.advantages(groups).ravel()
+        self._last = Step((consumed, size), rollouts, advantages)
+        seconds = {"rollout_s": sampled - begun, "reward_s": time.perf_counter() - sampled}
+        # The device may be steps behind: the numbers of a step wait for its record.
+        measured = {**self._described(rollouts, rewards, groups), **seconds}
+        self._measured[self._context.state.step + 1] = measured
+        return self._batches(self._context.world.coords["dp"])
+
+    def read_for(self, dp_rank: int, consumed: int, size: int) -> list[Batch]:
+        """Return the micro-batches of another data-parallel rank of the step that was taken
+        last.
+        """
+        assert self._last is not None
+        assert self._last.place == (consumed, size)
+        return self._batches(dp_rank)
+
+    def expect(self, consumed: int, size: int) -> None:
+        """Do nothing: answers are sampled with the weights that the step begins with."""
+
+    def close(self) -> None:
+        """End the engine and the processes of the rewards."""
+        self._engine.close()
+        if self._judges is not None:
+            self._judges.close()
+
+    def measured(self, context: TrainContext, result: StepResult) -> dict[str, float]:
+        """Return the rewards and lengths of a step for its record."""
+        return self._measured.pop(result.step, {})
+
+    def _rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        """Return the reward of each answer by each function, float64 [answers, functions], on every
+        rank; that of a function that failed is 0.
+        """
+        context = self._context
+        names = context.run.rollout.rewards or ()
+        device = context.world.torch_device
+        values = torch.zeros((len(rollouts), len(names)), dtype=torch.float64, device=device)
+        problem = ""
+        if self._judges is not None:
+            verdicts = self._judges.verdicts(names, [self._sampled(one) for one in rollouts])
+            problem = self._failures(rollouts, verdicts)
+            rows = [[verdict.value for verdict in row] for row in verdicts]
+            values += torch.tensor(rows, dtype=torch.float64, device=device)
+        problem = context.world.first_problem(problem)
+        if problem:
+            raise TrainingError(problem)
+        with waiting():
+            dist.broadcast(values, src=0)
+            return values.nan_to_num(0.0).cpu().numpy()
+
+    def _sampled(self, rollout: Rollout) -> Sampled:
+        r = self._context.run.rollout
+        settings = {name: getattr(r, name) for name in ("answer_column", "pattern", "free_tokens")}
+        ids = rollout.ids[:-1] if rollout.ended == END else rollout.ids
+        return Sampled(
+            self._tokenizer.decode(ids),
+            self._source.record(rollout.prompt.number),
+            len(rollout.ids),
+            self._sampling.tokens,
+            rollout.ended != LENGTH,
+            settings,
+        )
+
+    def _failures(self, rollouts: Sequence[Rollout], verdicts: list[list[Verdict]]) -> str:
+        """Name a few rewards that failed; return a problem if there are too many."""
+        names = self._context.run.rollout.rewards or ()
+        failed = [
+            f"{name} of the answer to {self._source.place(rollout.prompt.number)}: {verdict.why}"
+            for rollout, row in zip(rollouts, verdicts, strict=True)
+            for name, verdict in zip(names, row, strict=True)
+            if verdict.why
+        ]
+        step = self._context.state.step + 1
+        limit = self._context.run.rollout.failed_rewards
+        total = len(rollouts) * len(names)
+        if len(failed) > limit * total:
+            return (
+                f"step {step}: {len(failed)} of {total} rewards failed, above"
+                f" rollout.failed_rewards={limit:g} ({'; '.join(failed[:NAMED])}). Correct the"
+                " function or the data, or set a larger share"
+            )
+        for text in failed[:NAMED]:
+            warn(f"step {step}: the reward {text}; it counts as 0")
+        return ""
+
+    def _described(
+        self, rollouts: Sequence[Rollout], rewards: np.ndarray, groups: np.ndarray
+    ) -> dict[str, float]:
+        names = self._context.run.rollout.rewards or ()
+        lengths = np.array([len(one.ids) for one in rollouts])
+        ended = [one.ended != LENGTH for one in rollouts]
+        spread = groups.max(axis=1) - groups.min(axis=1)
+        return {
+            "reward": float(groups.mean()),
+            "reward_std": float(groups.std()),
+            **{f"reward_{name}": float(rewards[:, i].mean()) for i, name in enumerate(names)},
+            "equal_groups": float((spread <= EQUAL).mean()),
+            "answer_tokens": float(lengths.mean()),
+            "answer_tokens_max": int(lengths.max()),
+            "ended_share": float(np.mean(ended)),
+        }
+
+    def _batches(self, dp_rank: int) -> list[Batch]:
+        step = self._last
+        assert step is not None
+        run = self._context.run
+        consumed, size = step.place
+        places = self._context.train_data.of_rank(dp_rank).numbers(consumed, size) - consumed
+        return [
+            to_device(self._batch(step, row, run.objective.divisor), self._context.world)
+            for row in places
+        ]
+
+    def _batch(self, step: Step, places: np.ndarray, divisor: str) -> Mapping[str, Any]:
+        answers = [
+            Answer(
+                np.array(rollout.prompt.ids),
+                np.array(rollout.ids),
+                np.array(rollout.log_probabilities, np.float32),
+                float(step.advantages[place]),
+            )
+            for place in places
+            for rollout in (step.rollouts[place],)
+        ]
+        length = self._context.run.data.length
+        return answer_batch(answers, length, divisor, self._sampling.tokens)

@@ -1,0 +1,123 @@
+"""Rewards of sampled answers, computed by processes with limits of time and memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from mtrain import strict_json
+from mtrain.train.rewards import Sampled
+from mtrain.units import GIB
+
+STARTING_S = 60.0
+"""Most seconds of a process until its first answer: it imports what its rewards need."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The reward of an answer by one function."""
+
+    value: float
+    """NaN if it failed."""
+    why: str = ""
+    """Reason of a failure."""
+
+
+class Judges:
+    """Processes that compute rewards; one that exceeds a limit is replaced."""
+
+    def __init__(self, workers: int, seconds: float, memory_gib: float) -> None:
+        self._seconds = seconds
+        self._memory = int(memory_gib * GIB)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="rewards")
+        self._idle: SimpleQueue[_Process] = SimpleQueue()
+        for _ in range(workers):
+            self._idle.put(_Process(self._memory))
+
+    def verdicts(self, names: Sequence[str], answers: Sequence[Sampled]) -> list[list[Verdict]]:
+        """Return the verdict of each function on each answer, by answer."""
+        asked = [(name, asdict(answer)) for answer in answers for name in names]
+        found = iter(list(self._pool.map(self._verdict, asked)))
+        return [[next(found) for _ in names] for _ in answers]
+
+    def _verdict(self, asked: tuple[str, dict[str, Any]]) -> Verdict:
+        # As many threads as processes: one is always idle here.
+        process = self._idle.get()
+        try:
+            verdict = process.verdict(*asked, self._seconds)
+        finally:
+            if process.ended:
+                process.end()
+                process = _Process(self._memory)
+            self._idle.put(process)
+        return verdict
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.shutdown(cancel_futures=True)
+        while not self._idle.empty():
+            self._idle.get().end()
+
+
+class _Process:
+    """A process of `mtrain.train.rollouts.judge`."""
+
+    def __init__(self, memory: int) -> None:
+        command = [sys.executable, "-m", "mtrain.train.rollouts.judge", str(os.getpid())]
+        # A new interpreter: a fork of a rank would share its device and its threads.
+        self._child = subprocess.Popen(
+            [*command, str(memory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._begun = False
+        self.ended = False
+
+    def verdict(self, name: str, sampled: dict[str, Any], seconds: float) -> Verdict:
+        """Return one verdict; the process is `ended` if it took too long or died."""
+        assert self._child.stdin is not None
+        line = strict_json.dumps({"name": name, "sampled": sampled}).encode() + b"\n"
+        begun = time.monotonic()
+        try:
+            self._child.stdin.write(line)
+            answer = self._line(begun + seconds + (0 if self._begun else STARTING_S))
+        except BrokenPipeError:
+            answer = b""
+        self._begun = True
+        if not answer.endswith(b"\n"):
+            self.ended = True
+            late = time.monotonic() - begun >= seconds
+            why = f"it took more than {seconds:g} s" if late else "its process died"
+            return Verdict(math.nan, why)
+        found = json.loads(answer)
+        if "why" in found:
+            return Verdict(math.nan, found["why"])
+        return Verdict(found["value"])
+
+    def _line(self, deadline: float) -> bytes:
+        assert self._child.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([self._child.stdout], [], [], max(0.0, left))
+            part = self._child.stdout.read(1 << 16) if ready else b""
+            if not part:
+                break
+            line += part
+        return line
+
+    def end(self) -> None:
+        """Kill the process, whatever it does."""
+        self._child.kill()
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._child.wait()

@@ -1,0 +1,262 @@
+"""Answers that the policy samples: one step in any split, rewards and advantages of whole batches,
+and a run that learns.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain.config.resolve.resolution import Machine, resolve
+from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.objective import ObjectiveConfig
+from mtrain.config.schema.rollout import RolloutConfig
+from mtrain.config.schema.run import RunConfig
+from tests.distributed.test_endings import End, train
+from tests.distributed.test_pairs import FEW, LAYOUTS, OF_THE_LOOP, run_of, two_steps
+from tests.support.chats import chats_file, folder_of
+from tests.support.covering import some
+from tests.support.forked import import_engine, run_ranks
+from tests.support.runs import tiny_run, whole_tensors
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {"policy_loss": "grpo", "kl_coef": 0.1},
+    "dr_grpo": {"policy_loss": "dr_grpo"},
+    "gspo": {"policy_loss": "gspo"},
+    "rloo": {"kl_coef": 0.1},
+}
+
+
+def mock_run(loss: str, **given: Any) -> RunConfig:
+    name = "rloo" if loss == "rloo" else "grpo"
+    return run_of(name, keys={**LOSSES[loss], "group_size": 4}, **given)
+
+
+@cache
+def alone(loss: str, moe: bool) -> tuple[list[dict[str, float]], Path]:
+    folder = Path(mkdtemp())
+    return run_ranks(1, two_steps, mock_run(loss, moe=moe), folder)[0], folder
+
+
+@pytest.mark.parametrize(
+    "case", some([f"{loss} {way}" for way in LAYOUTS for loss in LOSSES], ["gspo cp2"])
+)
+def test_answers_split_is_the_same_step(case: str, tmp_path: Path) -> None:
+    import_engine()
+    loss, layout = case.split()
+    wanted, folder = alone(loss, "moe" in LAYOUTS[layout])
+    run = mock_run(loss, **LAYOUTS[layout])
+    for steps in run_ranks(run.parallel.ranks, two_steps, run, tmp_path):
+        for step, same in zip(steps, wanted, strict=True):
+            assert step == {k: pytest.approx(v, rel=2e-5, abs=2e-6) for k, v in same.items()}
+    for step in ("0", "1"):
+        inside = Path(step) / "step_00000000"
+        here = whole_tensors(tmp_path / inside)
+        for name, value in whole_tensors(folder / inside).items():
+            assert torch.allclose(here[name], value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_answers_micro_batches_divide_once(faulty: bool, tmp_path: Path) -> None:
+    """Divide once; the seeded fault, a mean of means of micro-batches, is another gradient."""
+
+    def job(micro: int, folder: Path) -> list[dict[str, float]]:
+        from mtrain.train.loop import step
+
+        real = step.sum_loss
+
+        def divided_early(objective: Any, batch: Any, output: torch.Tensor) -> Any:
+            total, count, report = real(objective, batch, output)
+            return total / count, torch.ones_like(count), report
+
+        if faulty:
+            step.sum_loss = divided_early
+        run = run_of("grpo", micro=micro, keys={"policy_loss": "dapo", "group_size": 4})
+        return two_steps(run, folder)
+
+    import_engine()
+    for micro in (2, 8):
+        run_ranks(1, job, micro, tmp_path / str(micro))
+    inside = Path("0/step_00000000")
+    here, there = (whole_tensors(tmp_path / micro / inside) for micro in ("2", "8"))
+    same = all(torch.allclose(here[k], there[k], rtol=1e-4, atol=1e-6) for k in here)
+    assert same is not faulty
+
+
+def prompts_run(home: Path, **given: Any) -> RunConfig:
+    """Return a run on prompts of five letters, whose answer is the number of those that are a."""
+    if not (home / "prompts.jsonl").exists():
+        folder_of(home, "chatml", marked=True)
+        dice = random.Random(1)
+        rows = []
+        for _ in range(600):
+            count = dice.randrange(6)
+            text = dice.sample("a" * count + "b" * (5 - count), 5)
+            rows.append({"prompt": "".join(text), "answer": str(count)})
+        chats_file(home / "prompts.jsonl", rows)
+    data = DataConfig(
+        kind="prompts",
+        path=str(home / "prompts.jsonl"),
+        tokenizer=str(home / "tokenizer.json"),
+        cache_dir=str(home / "cache"),
+        seq_length=32,
+        split=(1.0, 0.0, 0.0),
+    )
+    steps = given.pop("steps", 2)
+    batch = {"micro_batch_size": given.pop("micro", 2), "global_batch_size": 8}
+    rollout = {"max_tokens": 4, "rewards": ("exact", "length"), "reward_workers": 1}
+    run = tiny_run(
+        model=FEW | {"vocab_size": 320},
+        trainer=batch | {"train_iters": steps} | given.pop("trainer", {}),
+        optim={"warmup_iters": 0} | given.pop("optim", {}),
+        **given,
+    )
+    sections = {
+        "data": data,
+        "objective": ObjectiveConfig(name="grpo", group_size=4, scale_rewards="batch"),
+        "rollout": RolloutConfig(**rollout),  # type: ignore[arg-type]
+    }
+    changed = run.model_copy(update=sections)
+    return resolve(changed, Machine(cpu_cores=1, memory_bytes=0))
+
+
+class Recorded:
+    """An engine whose answers are a function of their number, and judges that need no process."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        pass
+
+    def generate(self, prompts: Any, sampling: Any) -> Any:
+        from mtrain.train.rollouts.engine import Rollout
+
+        found = []
+        for prompt in prompts:
+            dice = np.random.default_rng(prompt.number)
+            ids = dice.integers(3, 300, int(dice.integers(1, 5)))
+            logs = -dice.exponential(5.0, len(ids))
+            found.append(Rollout(prompt, tuple(ids.tolist()), tuple(logs.tolist()), "length"))
+        return found
+
+    def verdicts(self, names: Any, answers: Any) -> Any:
+        from mtrain.train.rollouts.judges import Verdict
+
+        return [[Verdict(len(a.text) / 7), Verdict(a.tokens / 4)] for a in answers]
+
+    def close(self) -> None:
+        pass
+
+
+def records(run: RunConfig, folder: Path, recorded: bool) -> list[dict[str, float]]:
+    """Return the records of a run's steps without times."""
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.loop.step import train_step
+    from mtrain.train.rollouts import feed
+    from mtrain.train.verify.prove import record_gradients
+    from mtrain.world.init import joined
+
+    if recorded:
+        feed.LocalEngine = Recorded  # type: ignore[misc, assignment]
+        feed.Judges = Recorded  # type: ignore[misc, assignment]
+    found = []
+    with joined(run) as world:
+        context = assemble(run, world, splits_of(run))
+        for step in range(run.trainer.steps):
+            record_gradients(context, folder / str(step))
+            result = train_step(context, stop_requested=False)
+            (measure,) = context.measures
+            found.append({**result.metrics, **measure(context, result)})
+        context.close()
+    left_out = (*OF_THE_LOOP, "rollout_s", "reward_s")
+    return [{k: v for k, v in one.items() if k not in left_out} for one in found]
+
+
+@pytest.mark.parametrize("layout", some(["dp2", "cp2", "tp2pp2", "pp2dp2", "micro8"], ["dp2"]))
+def test_answers_recorded_are_the_same_step(layout: str, tmp_path: Path) -> None:
+    """Share rewards and advantages of whole batches: a group may be on two ranks."""
+    import_engine()
+    wanted = run_ranks(1, records, prompts_run(tmp_path), tmp_path / "one", True)[0]
+    run = prompts_run(tmp_path, **LAYOUTS[layout])
+    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", True):
+        for step, same in zip(found, wanted, strict=True):
+            assert step == {k: pytest.approx(v, rel=2e-5, abs=2e-6) for k, v in same.items()}
+    inside = Path("1/step_00000000")
+    here = whole_tensors(tmp_path / "two" / inside)
+    for name, value in whole_tensors(tmp_path / "one" / inside).items():
+        assert torch.allclose(here[name], value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2sp", "pp2", "dp2"])
+def test_answers_are_sampled_from_the_trained_weights(layout: str, tmp_path: Path) -> None:
+    """Sample the same answers in every layout; sampler and trainer agree on each token."""
+    import_engine()
+    wanted = run_ranks(1, records, prompts_run(tmp_path), tmp_path / "one", False)[0]
+    run = prompts_run(tmp_path, **LAYOUTS[layout])
+    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", False):
+        for step, same in zip(found, wanted, strict=True):
+            assert 0 < step["sampler_gap_max"] < 1e-5
+            for name in ("loss", "tokens", "reward", "reward_std", "answer_tokens"):
+                assert step[name] == pytest.approx(same[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.full
+def test_answers_resumed_are_bitwise_equal(tmp_path: Path) -> None:
+    """Sample after a resume what an undisturbed run samples."""
+
+    def job(resumed: bool) -> list[tuple[float, float]]:
+        from mtrain.ckpt import state as ckpt_state
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.loop.step import train_step
+        from mtrain.world.init import joined
+
+        run = prompts_run(tmp_path, steps=4, optim={"lr": 1e-2, "warmup_iters": 0})
+        with joined(run) as world:
+            context = assemble(run, world, splits_of(run))
+            state = context.state
+            if resumed:
+                path = ckpt_state.opened(tmp_path / "step_00000002", run, world)
+                ckpt_state.load(path, world, state, seed=run.trainer.seed)
+            found = []
+            while state.step < 4:
+                result = train_step(context, stop_requested=False)
+                found.append((result.loss, context.measures[0](context, result)["reward"]))
+                if state.step == 2 and not resumed:
+                    ckpt_state.save(tmp_path, run, world, state, {})
+            ckpt_state.save(tmp_path / str(resumed), run, world, state, {})
+            context.close()
+        return found
+
+    import_engine()
+    whole = run_ranks(1, job, False)[0]
+    assert run_ranks(1, job, True)[0] == whole[2:]
+    first, second = (
+        whole_tensors(tmp_path / str(resumed) / "step_00000004") for resumed in (False, True)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.full
+def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
+    """End with the weights of the last whole step where a stop comes while answers are sampled."""
+
+    def job() -> End:
+        from mtrain.train.rollouts import feed
+
+        class Stopping(Recorded):
+            def generate(self, prompts: Any, sampling: Any) -> Any:
+                return None if prompts[0].number >= 16 else super().generate(prompts, sampling)
+
+        feed.LocalEngine = Stopping  # type: ignore[misc, assignment]
+        feed.Judges = Recorded  # type: ignore[misc, assignment]
+        return train(prompts_run(tmp_path, steps=4), tmp_path / "run")
+
+    import_engine()
+    (end,) = run_ranks(1, job)
+    assert (end.error, end.steps, end.lines) == ("Preempted", ["step_00000002"], 2)
