@@ -50,18 +50,18 @@ def test_generated_text_limits_keep_tokens_as_transformers(limits: dict[str, Any
 
 def test_generated_text_temperature_zero_is_greedy() -> None:
     logits = torch.tensor([0.0, 1.0, 3.0, 2.0])
-    drawn = [0.0, 0.0]
+    shares = [0.0, 0.0]
     for i, temperature in enumerate((0.5, 5.0)):
         generator = torch.Generator().manual_seed(0)
-        drawn[i] = (
+        shares[i] = (
             sum(
                 drawn(logits, Sampling(temperature=temperature), generator)[0] == 2
                 for _ in range(500)
             )
             / 500
         )
-    assert drawn[0] == pytest.approx(float(torch.softmax(logits / 0.5, -1)[2]), abs=0.06)
-    assert drawn[1] == pytest.approx(float(torch.softmax(logits / 5, -1)[2]), abs=0.06)
+    assert shares[0] == pytest.approx(float(torch.softmax(logits / 0.5, -1)[2]), abs=0.06)
+    assert shares[1] == pytest.approx(float(torch.softmax(logits / 5, -1)[2]), abs=0.06)
     assert drawn(logits, Sampling(temperature=0), torch.Generator()) == (2, 0.0)
 
 
