@@ -63,6 +63,8 @@ class TrainState:
     """The pieces that this rank saves."""
     reference: list[Any] = field(default_factory=list)
     """Chunks of a frozen copy of the model, as it was when this objective began; empty without."""
+    teacher: list[Any] = field(default_factory=list)
+    """Chunks of another, frozen model that is imitated; no checkpoint has them."""
     scores: dict[str, torch.Tensor] = field(default_factory=dict)
     """Log-probabilities of answers by that model, by split, fp64; empty where they are computed in
     each step.

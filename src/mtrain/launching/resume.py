@@ -16,6 +16,7 @@ from mtrain.config.compose.lock_file import read_run_file
 from mtrain.config.compose.paths import CHECKPOINTS, ENVIRONMENT, RUN_FILE, program
 from mtrain.config.messages.keys import effect_of
 from mtrain.config.schema.base import Effect
+from mtrain.config.schema.objective import DRAWN
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, CorruptData, Problem, show
 
@@ -237,6 +238,7 @@ PATHS = {
         "chat_template",
     ),
     "peft": ("init_from",),
+    "objective": ("teacher",),
     "checkpoint": ("init_from",),
 }
 
@@ -256,7 +258,9 @@ def _absolute(path: Any) -> Any:
     """Return a path, or each of several, as absolute; URLs of object stores stay."""
     if isinstance(path, tuple):
         return tuple(_absolute(one) for one in path)
-    return path if path is None or "://" in path else os.path.abspath(Path(path).expanduser())
+    # A word instead of a folder stays, too.
+    kept = path is None or path.partition(":")[0] == DRAWN or "://" in path
+    return path if kept else os.path.abspath(Path(path).expanduser())
 
 
 def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differences:

@@ -269,11 +269,12 @@ def loss(g: Graph, r: Rank, hidden: Tensor, *, columns: int = 0, is_part: bool =
     width = m.hidden_size + columns
     products = [Product(r.tokens, rows, width)]
     arrives = shared_by_tensor_ranks(r, r.tokens * width * r.element, "gather")
-    if r.words["loss"] != "megatron":
+    distils = r.run.objective.distils
+    if r.words["loss"] != "megatron" or distils:
         gradients = [Tensor(r.split_tokens * width * r.element)]
         adds = losses_add_gradients(r.run) and not columns
         if not r.frozen and (is_part or not adds):
-            gradients.append(Tensor(rows * width * (FP32 if adds else r.element)))
+            gradients.append(Tensor(rows * width * (FP32 if adds or distils else r.element)))
         moved = 3 * r.tokens * rows * r.element
         keeps = [Tensor(r.tokens * FP32), *gradients]
         g.add(

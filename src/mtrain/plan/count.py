@@ -7,6 +7,7 @@ from __future__ import annotations
 from mtrain.config.engine.formats import bytes_of, is_half
 from mtrain.config.optimizers import OPTIMIZERS
 from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.parallel import ParallelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.count import (
     active_parameters,
@@ -16,6 +17,7 @@ from mtrain.models.count import (
     parameters,
 )
 from mtrain.models.registry import family_of
+from mtrain.plan.teacher import teacher_of
 
 __all__ = [
     "TOKEN_BYTES",
@@ -75,6 +77,28 @@ def state_bytes(run: RunConfig) -> int:
     of it; experts have as many copies as the expert grid has data-parallel ranks. Frozen
     parameters have only weights.
     """
+    return _own_state_bytes(run) + frozen_copy_bytes(run)
+
+
+def frozen_copy_bytes(run: RunConfig) -> int:
+    """Return the bytes of the weights of a frozen reference or of a teacher over all ranks."""
+    teacher = teacher_of(run)
+    models = [run.model] * run.objective.copies + ([teacher.model] if teacher else [])
+    p = run.parallel
+    total = 0
+    for model in models:
+        experts = expert_parameters(model)
+        copies = max(1, p.ranks // (p.tp * p.pp)), max(1, p.ranks // _ranks_of_experts(p))
+        total += (parameters(model) - experts) * copies[0] + experts * copies[1]
+    return total * bytes_of(run.precision.format)
+
+
+def _ranks_of_experts(p: ParallelConfig) -> int:
+    """Return the ranks that hold one copy of all experts."""
+    return (p.etp or p.tp) * p.ep * p.pp
+
+
+def _own_state_bytes(run: RunConfig) -> int:
     p = run.parallel
     dtype = run.precision.format
     half = is_half(dtype)
@@ -88,14 +112,12 @@ def state_bytes(run: RunConfig) -> int:
     total = 0
     for number, learning, ranks_of_a_copy in (
         (dense, trained[0], p.tp * p.pp),
-        (experts, trained[1], (p.etp or p.tp) * p.ep * p.pp),
+        (experts, trained[1], _ranks_of_experts(p)),
     ):
         replicas = max(1, p.ranks // ranks_of_a_copy)
         # FSDP shards weights and gradients, too: together its ranks hold one copy.
         copies = replicas if p.fsdp == "none" else 1
         still = number if run.peft.kind else number - learning
-        # a frozen reference has every weight once more
-        still += number if run.objective.copies else 0
         total += still * bytes_of(dtype) * copies
         total += learning * (
             per_weight * copies + per_state * (1 if p.distributed_optimizer else copies)

@@ -24,6 +24,7 @@ from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
 from mtrain.plan.count import TOKEN_BYTES
 from mtrain.plan.states import States, rank_states, stage_weights
+from mtrain.plan.teacher import teacher_of
 from mtrain.units import MIB, number_of
 
 # A process on a GPU takes 612 MiB for the context of CUDA and 146 for kernels and their
@@ -47,6 +48,12 @@ CHUNK = 64
 BENT = 5
 # `linear_cross_entropy` adds up the gradient of a weight in fp32 when there are more parts.
 MOST_PARTS = 3
+# The same of a divergence from a teacher, in fp32: those of one model, of which the loss makes so
+# many arrays. They are those of `mcore.models.distillation`.
+HOST_DIVERGED = 1 << 20
+GPU_DIVERGED = 1 << 25
+DIVERGED = 10
+ID_BYTES = 8
 # Products in eight bits keep two copies of a weight, one of them transposed: a byte each.
 QUANTIZED_COPIES = 2
 
@@ -68,6 +75,7 @@ PARTS = (
 HOW = {
     "weights": (
         "counted: every tensor, with the padding of megatron-core's buffers, and a frozen reference"
+        " or teacher"
     ),
     "gradients": "counted: as the weights",
     "optimizer": "counted: main weights and moments of the part of a rank",
@@ -75,7 +83,7 @@ HOW = {
     "activations": "counted: every tensor that autograd keeps, of all micro-batches in flight",
     "loss": (
         "counted: what a loss in parts keeps, gradients of hidden states and output layer; or all"
-        " logits"
+        " logits; and what a teacher says of all micro-batches of a step"
     ),
     "recompute": "counted: what is computed again of one layer, or of one group of layers",
     "working": (
@@ -156,27 +164,54 @@ class StageMemory:
         return max(self._moments, key=lambda moment: sum(moment.values()))
 
     @cached_property
-    def _moments(self) -> tuple[dict[str, int], dict[str, int]]:
+    def _moments(self) -> tuple[dict[str, int], ...]:
         """Return the bytes of each part that varies: at the end of the last forward or within it,
-        and in the backward after it.
+        in the backward after it, and in the last forward of a teacher before them.
         """
         losses = self._losses()
+        lessons = self._lessons()
         peak = self._backward.peak
         most = self.in_flight[0] - sum(losses)
         highest = max(map(forwards, self.chunks), default=0)
         forward = {
             "activations": most,
-            "loss": sum(losses),
+            "loss": sum(losses) + lessons,
             "recompute": 0,
             "working": max(self._loss_work(), highest),
         }
         backward = {
             "activations": most + min(0, peak.held),
-            "loss": sum(losses[1:]) + self._waiting(),
+            "loss": sum(losses[1:]) + self._waiting() + lessons,
             "recompute": max(0, peak.held),
             "working": peak.transient,
         }
-        return forward, backward
+        return forward, backward, self._teaching(lessons)
+
+    def _lessons(self) -> int:
+        """Return the bytes that the last stage keeps of what a teacher says of the micro-batches of
+        a step: the input of its output layer, or the likeliest tokens.
+        """
+        teacher = teacher_of(self.run)
+        if teacher is None or not self.held[-1].loss:
+            return 0
+        run = self.run
+        r = self.rank
+        number = max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
+        k = run.objective.distil_top_k
+        if k is not None:
+            return number * r.tokens * (k * ID_BYTES + (k + 1) * FP32)
+        return number * r.split_tokens * teacher.model.hidden_size * r.element
+
+    def _teaching(self, lessons: int) -> dict[str, int]:
+        """Return the bytes at the peak of a teacher's last forward."""
+        teacher = teacher_of(self.run)
+        stage = None if teacher is None else family_of(teacher.model).stage
+        working = 0
+        if teacher is not None and stage is not None:
+            rank = Rank.of(teacher)
+            held = held_stages(teacher)[self.stage]
+            working = max(forwards(tuple(stage(rank, one))) for one in held)
+        return {"activations": 0, "loss": lessons, "recompute": 0, "working": working}
 
     def _graphs(self) -> int:
         """Return the bytes that CUDA graphs take on top of what the same step takes without them.
@@ -377,6 +412,10 @@ def _loss_work(r: Rank, op: Op) -> int:
     columns = r.model.padded_vocab_size // r.layout.tp
     tokens = max((p.m for p in op.products), default=r.tokens)
     # megatron-core keeps the logits in their own format until it widens them.
+    if r.run.objective.distils:
+        most = HOST_DIVERGED if r.host else GPU_DIVERGED
+        rows = _rows_of_logits(r, tokens, columns, most)
+        return rows * columns * DIVERGED * FP32 + tokens * m.hidden_size * r.element
     if r.words["loss"] == "megatron":
         return tokens * (columns + m.hidden_size) * r.element
     rows = _rows_of_logits(r, tokens, columns)
@@ -398,9 +437,9 @@ def logits_at_once(run: RunConfig) -> int | None:
     return None if room is None else int(room * MIB // bytes_of(run.precision.format))
 
 
-def _rows_of_logits(r: Rank, tokens: int, columns: int) -> int:
-    """Return the tokens whose logits exist at once."""
-    most = logits_at_once(r.run) or (HOST_LOGITS if r.host else GPU_LOGITS)
+def _rows_of_logits(r: Rank, tokens: int, columns: int, most: int = 0) -> int:
+    """Return the tokens whose logits exist at once, `most` or as many as the run has room for."""
+    most = most or logits_at_once(r.run) or (HOST_LOGITS if r.host else GPU_LOGITS)
     rows = max(CHUNK, most // columns // CHUNK * CHUNK)
     return min(rows, -(-tokens // 2) if r.host else tokens)
 

@@ -15,6 +15,8 @@ from mtrain.config.resolve.batches import stages as batch_stages
 from mtrain.config.resolve.resolution import Machine, resolve, smallest_world
 from mtrain.config.resolve.stages import Stage, stages
 from mtrain.config.schema.data import DataConfig
+from mtrain.config.schema.model import ModelConfig
+from mtrain.config.schema.objective import DRAWN, ObjectiveConfig
 from mtrain.config.schema.optim import OptimConfig
 from mtrain.config.schema.optimizer import Rotated
 from mtrain.config.schema.parallel import ParallelConfig, RecomputeConfig
@@ -112,6 +114,7 @@ def shrink(
             }
         ),
     }
+    values["objective"] = _objective(run, values["model"])
     small = _again(run, values)
     small = _with_sides_of(run, small)
     return with_triton_of(run, small) if interpreted else small
@@ -200,6 +203,15 @@ def _again(run: RunConfig, values: dict[str, Any]) -> RunConfig:
     sections = dict(run) | values
     changed = UnresolvedRun.model_construct(**sections)
     return resolve(UnresolvedRun.model_validate(changed.model_dump()), MACHINE)
+
+
+def _objective(run: RunConfig, small: ModelConfig) -> ObjectiveConfig:
+    """Return the objective with a teacher of the small model's shape, where it has a teacher."""
+    o = run.objective
+    if not o.distils:
+        return o
+    k = None if o.distil_top_k is None else min(o.distil_top_k, small.vocab_size // 2)
+    return o.model_copy(update={"teacher": DRAWN, "distil_top_k": k})
 
 
 def _tokens(data: DataConfig, seq: int) -> DataConfig:

@@ -19,6 +19,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid, held_stages, owners
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
+from mtrain.plan.teacher import teacher_of
 
 # For the distributed optimizer megatron-core pads the start of a weight to a multiple of START
 # elements and the end of a bucket to one of END, or of END_OF_LARGE for NCCL's bandwidth.
@@ -54,6 +55,8 @@ class States:
     """Buckets, each with the number of ranks that it is sharded over."""
     matrices: tuple[tuple[Weight, Matrix], ...] = ()
     """Weights whose update needs the whole matrix, in the order of the buckets."""
+    teacher: int = 0
+    """Elements of the weights of a teacher."""
 
     @cached_property
     def numbers(self) -> Counter[str]:
@@ -79,11 +82,11 @@ class States:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights, and of those of a frozen reference."""
+        """Return the bytes of weights, and of those of a frozen reference or teacher."""
         held = self._trained("weights") + self._frozen
         if self.run.objective.copies:
             held += sum(weight.numel for weight in self.weights)
-        return held * bytes_of(self.run.precision.format)
+        return (held + self.teacher) * bytes_of(self.run.precision.format)
 
     @cached_property
     def gradient_bytes(self) -> int:
@@ -167,7 +170,12 @@ def rank_states(run: RunConfig, stage: int) -> States:
                 (b, max(1, ranks // copies))
                 for b in buckets_of(run, chosen, max(1, ranks // copies), size)
             ]
-    return States(run, tuple(every), tuple(buckets), tuple(whole))
+    teacher = teacher_of(run)
+    taught = 0
+    if teacher is not None:
+        chunks = held_stages(teacher)[stage]
+        taught = sum(weight.numel for held in chunks for weight in stage_weights(teacher, held))
+    return States(run, tuple(every), tuple(buckets), tuple(whole), taught)
 
 
 def bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:

@@ -22,6 +22,7 @@ from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.precomputed import prepare
 from mtrain.train.rollouts.feed import RolloutFeed
+from mtrain.train.teacher import build_teacher
 from mtrain.world.init import World
 
 
@@ -69,6 +70,8 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     if run.objective.copies:
         state.reference = build_reference(run, world)
         begin_reference(state)
+    if run.objective.distils:
+        state.teacher = build_teacher(run, world, drawn=drawn)
     train_data = batches(run, world, splits, "train")
     valid_data = None
     # An evaluation would need answers, too.

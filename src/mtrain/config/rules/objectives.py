@@ -1,4 +1,6 @@
-"""Objectives of answers: their samples, their reference, and keys that exclude them."""
+"""Objectives of answers and of distillation: their samples, the models that they compare with, and
+keys that exclude them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,13 @@ from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.rules.batch import MICRO
 from mtrain.config.rules.finding import DP, Change, Finding, each
 from mtrain.config.rules.rule import Code, rule
+from mtrain.config.schema.objective import DRAWN
 from mtrain.config.schema.run import RunConfig
 
 NAME = "objective.name"
+TOP_K = "objective.distil_top_k"
 DPO = "objective=dpo data=mock data.seq_length=64"
+DISTIL = f"objective=distil objective.teacher={DRAWN} data=mock"
 ENCODERS = ("bert", "t5", "llava")
 
 
@@ -96,9 +101,10 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
     reads=f"{NAME} model.family model.head",
 )
 def objective_family(run: RunConfig) -> Iterator[Finding]:
-    """Cannot judge answers because the model is no decoder of text only."""
+    """Cannot compute the loss because the model is no decoder of text only."""
+    o = run.objective
     family = run.model.family
-    if (run.objective.answers and family in ENCODERS) or (run.model.head and family != "gpt"):
+    if ((o.answers or o.distils) and family in ENCODERS) or (run.model.head and family != "gpt"):
         detail = f"model.family is {family}"
         hint = "model=llama_tiny, or another decoder-only model"
         yield Finding("MT330", NAME, detail, hint=hint, also=("model.family",))
@@ -157,3 +163,63 @@ def reference_without_adapters(run: RunConfig) -> Iterator[Finding]:
     if run.objective.reference == "adapter_off" and run.peft.kind is None:
         fixes = [*each("objective.reference", ["frozen"]), {"peft.kind": "lora"}]
         yield Finding("MT332", "objective.reference", "peft.kind is null", fixes)
+
+
+@rule(
+    Code(
+        "MT387",
+        help="Name the teacher: `objective.teacher=HF_DIR`, or a run.",
+        example="objective=distil data=mock",
+    ),
+    reads=f"{NAME} objective.teacher",
+)
+def teacher_is_named(run: RunConfig) -> Iterator[Finding]:
+    """Cannot distil because no teacher is named."""
+    o = run.objective
+    if o.distils and not o.teacher:
+        detail = f"objective.teacher is {'null' if o.teacher is None else 'empty'}"
+        hint = "objective.teacher=FOLDER, a run or a Hugging Face model"
+        yield Finding("MT387", "objective.teacher", detail, hint=hint)
+
+
+@rule(
+    Code("MT390", example=f"{DISTIL} trainer.z_loss_coeff=1e-4"),
+    reads=(
+        f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy"
+        " trainer.cuda_graph_impl parallel.fsdp parallel.hybrid_context_parallel"
+    ),
+)
+def distillation_terms(run: RunConfig) -> Iterator[Finding]:
+    """Cannot use this with distillation because its loss is the divergence from a teacher."""
+    if not run.objective.distils:
+        return
+    graphs = run.trainer.cuda_graph_impl
+    p = run.parallel
+    terms: tuple[tuple[str, object, object, str], ...] = (
+        ("model.mtp_num_layers", run.model.mtp_num_layers, None, "it is of the next token only"),
+        ("trainer.z_loss_coeff", run.trainer.z_loss_coeff, None, "z-loss is no part of it"),
+        ("log.token_accuracy", run.log.token_accuracy, False, "likeliest tokens are not counted"),
+        ("trainer.cuda_graph_impl", graphs != "none", "none", "the teacher runs in between"),
+        ("parallel.fsdp", p.fsdp != "none", "none", "the teacher is not sharded"),
+        (
+            "parallel.hybrid_context_parallel",
+            p.hybrid_context_parallel,
+            False,
+            "the teacher reads whole micro-batches",
+        ),
+    )
+    for key, is_set, off, why in terms:
+        if is_set:
+            yield Finding("MT390", key, why, each(key, [off]))
+
+
+@rule(
+    Code("MT392", example=f"{DISTIL} objective.distil_top_k=1000000"),
+    reads=f"{NAME} objective.distil_top_k model.vocab_size",
+)
+def distilled_tokens(run: RunConfig) -> Iterator[Finding]:
+    """Cannot make a bucket of all other tokens because there are none."""
+    k = run.objective.distil_top_k
+    if run.objective.distils and k is not None and k >= run.model.loss_vocab_size:
+        detail = f"k {k}, vocabulary {run.model.loss_vocab_size}"
+        yield Finding("MT392", TOP_K, detail, each(TOP_K, [None, 64]))

@@ -8,12 +8,17 @@ from mtrain.config.schema.base import Key, NonNegativeFloat, PositiveFloat, Posi
 
 Reference = Literal["frozen", "adapter_off", "precomputed", "none"]
 LossType = Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "apo_zero", "apo_down"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 # Objectives of pairs of answers; those of the first row compare the policy with a reference.
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 PAIRS = (*WITH_REFERENCE, "orpo", "simpo", "reward")
 # Objectives of answers that the policy itself samples.
 ROLLOUTS = ("grpo", "rloo")
 PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+DRAWN = "drawn"
+"""Word for a teacher with weights from another seed: of the student's shape, or with `:NAME` behind
+it of that choice of `model`.
+"""
 
 
 class ObjectiveConfig(Section):
@@ -22,10 +27,10 @@ class ObjectiveConfig(Section):
     name: Annotated[str, Key(aka="objective rl_algorithm")] = "next_token"
     """Loss that the run minimises. next_token: cross entropy of tokens, the next one or those that
     the model's family masks or writes; label_smoothing: the same with a share of each label for
-    every token of the vocabulary. Of pairs of answers: dpo, ipo, kto, orpo, simpo, and reward,
-    which trains a model of rewards; of answers that the policy samples and rewards judge: grpo,
-    rloo; see docs/post_training.md. Installed packages publish others under the entry point group
-    `mtrain.objectives`.
+    every token of the vocabulary. distil: the divergence from a teacher. Of pairs of answers: dpo,
+    ipo, kto, orpo, simpo, and reward, which trains a model of rewards; of answers that the policy
+    samples and rewards judge: grpo, rloo; see docs/post_training.md. Installed packages publish
+    others under the entry point group `mtrain.objectives`.
     """
     beta: Annotated[
         PositiveFloat | None,
@@ -161,6 +166,52 @@ class ObjectiveConfig(Section):
     """kl_coef: the estimate from x, the log-ratio of reference to policy: k1: -x; k2: x^2 / 2; k3:
     exp(x) - 1 - x (Schulman 2020, http://joschu.net/blog/kl-approx.html).
     """
+    teacher: Annotated[
+        str | None,
+        Key(when="objective.name=distil", aka="teacher_model teacher_name"),
+    ] = None
+    """distil: the model that is imitated: a Hugging Face folder, or a run or checkpoint folder. It
+    has an architecture of its own and the vocabulary of the student, and runs in turn on the
+    student's ranks, in their layout, without gradients and optimizer state. Checkpoints do not hold
+    it: a resumed run reads it again. `drawn`: the student's architecture with weights from another
+    seed, `drawn:NAME`: that of the choice model=NAME; for tests and plans.
+    """
+    divergence: Annotated[
+        Divergence | None, Key(when="objective.name=distil", null="forward_kl", aka="kd_loss")
+    ] = None
+    """distil: the divergence of each token, of teacher q and student p. forward_kl: KL(q || p)
+    (Hinton et al. 2015, arXiv:1503.02531), whose student covers all that the teacher may write;
+    reverse_kl: KL(p || q), whose student keeps to what the teacher would write (Gu et al. 2023,
+    arXiv:2306.08543, MiniLLM); jsd: jsd_beta KL(q || m) + (1 - jsd_beta) KL(p || m) of m =
+    jsd_beta q + (1 - jsd_beta) p (Agarwal et al. 2023, arXiv:2306.13649, GKD). null: forward_kl.
+    """
+    jsd_beta: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        Key(when="objective.divergence=jsd", null=0.5, aka="gkd_beta"),
+    ] = None
+    """jsd: the teacher's share of the mixture (arXiv:2306.13649, beta, with experiments of 0.1, 0.5
+    and 0.9). null: 0.5, as in TRL.
+    """
+    temperature: Annotated[
+        PositiveFloat | None,
+        Key(when="objective.name=distil", null=1.0, aka="kd_temperature distillation_temperature"),
+    ] = None
+    """distil: the divisor of the logits of both models (arXiv:1503.02531, section 2). The loss is
+    not multiplied by its square. null: 1.0.
+    """
+    ce_weight: Annotated[
+        Annotated[float, Field(ge=0, lt=1)],
+        Key(when="objective.name=distil", aka="hard_label_weight"),
+    ] = 0.0
+    """distil: the share of the cross entropy of the labels, at a temperature of 1, in the loss; the
+    divergence has the rest (arXiv:1503.02531, section 2).
+    """
+    distil_top_k: Annotated[
+        PositiveInt | None, Key(when="objective.name=distil", unit="token ids")
+    ] = None
+    """distil: the likeliest tokens of the teacher whose probabilities the student learns; all
+    others are one bucket. null: the whole vocabulary.
+    """
 
     @property
     def pairs(self) -> bool:
@@ -181,6 +232,16 @@ class ObjectiveConfig(Section):
     def mismatches(self) -> bool:
         """Return whether the loss reads answers to other prompts, too."""
         return self.name == "kto"
+
+    @property
+    def distils(self) -> bool:
+        """Return whether the loss reads a teacher."""
+        return self.name == "distil"
+
+    @property
+    def draws(self) -> bool:
+        """Return whether the weights of the teacher come from a seed."""
+        return self.teacher is not None and self.teacher.partition(":")[0] == DRAWN
 
     @property
     def copies(self) -> bool:

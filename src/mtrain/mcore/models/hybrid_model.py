@@ -33,6 +33,7 @@ from mtrain.mcore.layers.decoder_layer import (
 from mtrain.mcore.layers.mamba_mixer import Mamba2Mixer, Mamba2MixerSubmodules, Scan
 from mtrain.mcore.layers.operands import feed_norm
 from mtrain.mcore.layers.portable import chosen
+from mtrain.mcore.models.distillation import Lesson
 from mtrain.mcore.models.language_model import SummedLosses
 from mtrain.models.hybrid.config import (
     ATTENTION,
@@ -236,6 +237,7 @@ class HybridModel(SummedLosses, _CoreModel):
         *,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        lesson: Lesson | None = None,
         **more: Any,
     ) -> Tensor:
         """Return the sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp];
@@ -247,7 +249,8 @@ class HybridModel(SummedLosses, _CoreModel):
         with _before_the_output_layer(self):
             hidden = super().forward(input_ids, position_ids, attention_mask, **more)
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-        return self.sum_of_losses(hidden, labels, mask)
+        with self.taught(lesson):
+            return self.sum_of_losses(hidden, labels, mask)
 
 
 @contextmanager

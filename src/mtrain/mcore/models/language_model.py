@@ -4,7 +4,8 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,10 @@ from mtrain.mcore.layers.linear import ColumnLinear, add_scaled, adds_to_main_gr
 from mtrain.mcore.layers.residual import join_layers
 from mtrain.mcore.layers.rotary import Frequencies, ScaledRotary, TwoBases
 from mtrain.mcore.layers.value_head import ValueHead
+from mtrain.mcore.models.distillation import Head, Lesson, distil
 
+LESSON = "lesson"
+"""Key of a micro-batch: the `Lesson` of a teacher, on the last stage."""
 FURTHER_LOSS_SHARES = "further_loss_shares"
 """Attribute of a TransformerConfig, [depths]: the divisor of the step over the number of
 predictions of each further token; 1 if unset.
@@ -67,11 +71,12 @@ class OutputLayer(ColumnLinear):
         is_whole_loss: bool = False,
         per_token: bool = False,
         temperature: float = 1.0,
+        lesson: Lesson | None = None,
         impl: str = "reference",
     ) -> Any:
         """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
         sum of weighted losses, or `per_token` the loss of each token [b, s] without its weight, of
-        logits divided by `temperature`.
+        logits divided by `temperature`; with a `lesson`, the sums of `distillation.distil`.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
         `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
@@ -92,6 +97,18 @@ class OutputLayer(ColumnLinear):
         if self.bias is not None:
             hidden, weight = _with_bias(hidden, weight, self.bias)
         group = self.tp_group if self.tp_group.size() > 1 else None
+        if lesson is not None:
+            return distil(
+                hidden,
+                weight,
+                labels.t().flatten(),
+                token_weights.t().flatten(),
+                lesson,
+                vocab_size=vocab_size or weight.shape[0] * self.tp_group.size(),
+                soft_cap=self.soft_cap,
+                group=group,
+                sequence_parallel=self.sequence_parallel,
+            )
         if per_token:
             cap = self.soft_cap
             if temperature != 1:
@@ -213,6 +230,10 @@ class SummedLosses:
     loss_vocab_size: int
     auxiliary = AuxiliaryOutputs()
     """Further outputs; with any of them, the sum is that of `with_auxiliary_outputs`."""
+    keeps_hidden = False
+    """True of a teacher: the output is the output layer's input, which its student's loss reads."""
+    _lesson: Lesson | None = None
+    """A teacher's view of the micro-batch that runs."""
     per_token = False
     """True if an objective reads the log-probability of each label, instead of a sum of losses."""
     temperature = 1.0
@@ -299,6 +320,8 @@ class SummedLosses:
         `detached`: the weight of the output layer learns nothing from it. `auxiliary` stands
             for `self.auxiliary`. `is_part`: a factor multiplies the sum afterwards.
         """
+        if self.keeps_hidden:
+            return hidden
         auxiliary = self.auxiliary if auxiliary is None else auxiliary
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -306,6 +329,9 @@ class SummedLosses:
             weight = None
         if detached:
             weight = (self.output_layer.weight if weight is None else weight).detach()
+        if self._lesson is not None:
+            given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
+            return self.output_layer(hidden, weight, **given, lesson=self._lesson)  # type: ignore[no-any-return]
         if self.per_token and self.loss != "megatron":
             given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
             losses = self.output_layer(
@@ -340,6 +366,23 @@ class SummedLosses:
         }
         total: Tensor = self.output_layer(hidden, weight, **given, impl=self.loss)
         return total
+
+    @contextmanager
+    def taught(self, lesson: Lesson | None) -> Iterator[None]:
+        """Let losses inside be the divergence from a teacher."""
+        self._lesson = lesson
+        try:
+            yield
+        finally:
+            self._lesson = None
+
+    def head(self: Any) -> Head:
+        """Return the output layer of a last stage, for the loss of a student."""
+        layer = self.output_layer
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else layer.weight
+        bias = None if layer.bias is None else layer.bias.detach()
+        return Head(weight.detach(), bias, layer.scale, layer.soft_cap)
 
     def _auxiliary_by_megatron(
         self: Any,
@@ -419,10 +462,11 @@ class LanguageModel(SummedLosses, GPTModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run megatron-core's forward with `further_masks` [b, s, depths], a `loss_mask` for each
-        MTP layer's loss.
+        MTP layer's loss, and a teacher's `lesson`.
         """
         self._further_masks = kwargs.pop("further_masks", None)
-        return super().forward(*args, **kwargs)
+        with self.taught(kwargs.pop(LESSON, None)):
+            return super().forward(*args, **kwargs)
 
     def _postprocess(
         self,

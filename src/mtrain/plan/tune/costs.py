@@ -27,6 +27,7 @@ from mtrain.models.graph import Graph, kept
 from mtrain.models.liveness import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
+from mtrain.plan.count import frozen_copy_bytes
 from mtrain.plan.rank import (
     RESERVE,
     communication_bytes,
@@ -395,7 +396,7 @@ class Costs:
     def bytes(self, run: RunConfig, flow: Flow | None = None) -> float:
         """Return the bytes at the peak of the rank with the most, for a flow of micro-batches."""
         flow = flow or self.flow(run)
-        least = self._beside(run)
+        least = self._beside(run) + frozen_copy_bytes(run) / run.parallel.ranks
         state = self._state(run)
         return least + max(
             size + state.bytes(experts, others) for size, experts, others in flow.ranks

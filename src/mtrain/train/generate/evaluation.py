@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mtrain import strict_json
 from mtrain.ckpt.state import TrainState
 from mtrain.config.resolve.batches import asked
+from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits, validation_of
 from mtrain.data.batch import GlobalBatches
@@ -64,6 +65,9 @@ def evaluate(
         rule = "cannot score other answers than those of the run, whose reference is not kept"
         fix = "the valid_ metrics of the run"
         raise ConfigError.of("MT333", "objective.reference", "precomputed", rule, fix)
+    if run.objective.distils:
+        # A student by itself is measured as any model is, by the text.
+        run = run.model_copy(update={"objective": ObjectiveConfig()})
     with joined(run) as world:
         splits = validation_of(
             run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)

@@ -65,7 +65,8 @@ class Evaluation(Hook):
     def after_run(self, context: TrainContext) -> None:
         """Compare the last loss with the entropy of tokens drawn by their frequency."""
         comparable = family_of(context.run.model).tokens_alone(context.run.model)
-        comparable = comparable and not context.run.objective.answers
+        o = context.run.objective
+        comparable = comparable and not (o.answers or o.distils)
         if self.last is None or self.entropy_nats is None or not comparable:
             return
         step, loss = self.last
@@ -108,7 +109,7 @@ class Evaluation(Hook):
             "valid_samples": samples,
             "valid_tokens": int(means["tokens"]),
         }
-        if context.run.objective.pairs:
+        if context.run.objective.pairs or context.run.objective.distils:
             metrics |= {f"valid_{name}": means[name] for name in context.table.extra}
         context.hooks.log(context, context.state.step, metrics)
         context.hooks.call("after_evaluation", context, loss)
@@ -121,7 +122,8 @@ class Evaluation(Hook):
 def _line(context: TrainContext, loss: float, samples: int) -> str:
     model = context.run.model
     perplexity = ""
-    if family_of(model).tokens_alone(model) and not context.run.objective.pairs:
+    o = context.run.objective
+    if family_of(model).tokens_alone(model) and not (o.pairs or o.distils):
         # exp overflows above 709 nats
         perplexity = f"perplexity {math.exp(min(loss, 700.0)):.1f}"
     over = "; ".join(filter(None, (perplexity, model.padding_in_words)))

@@ -19,7 +19,7 @@ from mtrain.data.batch import GlobalBatches, MicroBatch
 from mtrain.mcore import api as mcore
 from mtrain.mcore.layers.balance import ROUTER_LOSS_SHARE
 from mtrain.mcore.layers.padding import padding_is
-from mtrain.mcore.models.language_model import FURTHER_LOSS_SHARES
+from mtrain.mcore.models.language_model import FURTHER_LOSS_SHARES, LESSON
 from mtrain.mcore.state.optimizer_state import loss_scale
 from mtrain.mcore.state.sharding import gathered
 from mtrain.models.registry import family_of
@@ -45,6 +45,7 @@ from mtrain.train.loop.result import Launched, StepResult
 from mtrain.train.objectives import Objective
 from mtrain.train.pairs import ADDED, BASELINE, REFERENCE, mismatch_of, others_of
 from mtrain.train.reference import as_reference
+from mtrain.train.teacher import Teacher
 from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.labels import labelled
 
@@ -328,6 +329,35 @@ def _as_report(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[s
     return output.sum(), count, {"metrics": output}
 
 
+def taught(context: TrainContext, batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Return micro-batches with the lesson of the run's teacher on the last stage, where it has
+    one.
+    """
+    chunks = context.state.teacher
+    if not chunks:
+        return batches
+    begin_phase("teacher")
+    forward = partial(_teach, Teacher.of(context.run, chunks), context.objective)
+    with torch.no_grad():
+        lessons = run_pipeline(context, batches, forward_only=True, forward=forward, chunks=chunks)
+    # Stages before the last have no lessons.
+    found = zip(batches, lessons, strict=True) if lessons else ()
+    return [{**batch, LESSON: lesson} for batch, lesson in found] or batches
+
+
+def _teach(
+    teacher: Teacher, objective: Objective, iterator: Iterator[Batch], model: Any
+) -> tuple[torch.Tensor, Any]:
+    """Run the next micro-batch through a chunk of the teacher, whose report is its lesson."""
+    output, _ = forward_step(objective, iterator, model)
+
+    def report(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        count = torch.ones((), dtype=torch.int32, device=hidden.device)
+        return hidden.new_zeros(()), count, {"metrics": teacher.lesson(hidden)}
+
+    return output, report
+
+
 def _quantized_weights(run: RunConfig, forward_only: bool) -> AbstractContextManager[None]:
     """Return a context that says how long a quantised copy of a weight is valid.
 
@@ -352,6 +382,8 @@ def run_pipeline(
     """Run `run_schedule` by megatron-core's schedules, with or without stages; `forward` replaces
     `forward_step`, and `chunks` those that are trained.
     """
+    if forward is None:
+        batches = taught(context, batches)
     chunks = context.state.chunks if chunks is None else chunks
     run = context.run
     iterators = [iter(batches) for _ in chunks]

@@ -80,8 +80,9 @@ def microbatches(run: RunConfig, stage: int) -> int:
     """
     p = run.parallel
     every = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
-    if p.hybrid_context_parallel:
-        # The documents of a rank are chosen among all documents of a step.
+    # The documents of a rank are chosen among all documents of a step, and a teacher reads all of
+    # them before.
+    if p.hybrid_context_parallel or run.objective.distils:
         return every
     # 1F1B: pp - stage micro-batches are in flight; one more shows that the peak is reached.
     if p.vpp == 1:
@@ -107,7 +108,8 @@ def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
                 recorder.declare(part, tensors)
     weights = [parameter for chunk in context.state.chunks for parameter in chunk.parameters()]
     recorder.declare("weights", weights)
-    frozen = [weight for chunk in context.state.reference for weight in chunk.parameters()]
+    held = (*context.state.reference, *context.state.teacher)
+    frozen = [weight for chunk in held for weight in chunk.parameters()]
     recorder.declare("weights", frozen)
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
     recorder.declare("gradients", [g for g in gradients if isinstance(g, torch.Tensor)])
@@ -144,7 +146,7 @@ def _step(recorder: Recorder, context: steps.TrainContext, batches: list[steps.B
     for chunk in context.state.chunks:
         chunk.zero_grad_buffer()
     context.state.optimizer.zero_grad()
-    batches = list(steps.scored(context, batches))
+    batches = list(steps.taught(context, steps.scored(context, batches)))
     with recorder.saving(), _own_attributes(context):
         if context.schedule is not None:
             run_documents(context, batches, forward_only=False, around=around)

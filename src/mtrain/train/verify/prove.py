@@ -29,7 +29,14 @@ from mtrain.mcore.state import sharding
 from mtrain.train.assemble import assemble, splits_of
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.prefetch import documents, to_device
-from mtrain.train.loop.step import Batch, forward_step, gradients, reduce_report, train_step
+from mtrain.train.loop.step import (
+    Batch,
+    forward_step,
+    gradients,
+    reduce_report,
+    taught,
+    train_step,
+)
 from mtrain.train.trace.activations import Recorder
 from mtrain.world.init import World, joined
 
@@ -279,6 +286,7 @@ def run_alone(
     loss at its end, whatever the packed batches contain.
     """
     parts = [part for whole in documents(batches) for part in _parted(whole, ends)]
+    parts = list(taught(context, parts))
     reports = mcore.get_forward_backward_func()(
         forward_step_func=partial(forward_step, context.objective),
         data_iterator=iter(parts),

@@ -1,0 +1,124 @@
+"""The teacher of a run: another model, frozen, on this rank's part of the layout, and its view of
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtrain.assembly.model import build_reference
+from mtrain.assembly.weights import initialize
+from mtrain.ckpt import state as ckpt_state
+from mtrain.ckpt.folder import committed
+from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST, user_path
+from mtrain.config.schema.objective import ObjectiveConfig
+from mtrain.config.schema.run import RunConfig
+from mtrain.convert.huggingface.into_model import load_folder
+from mtrain.errors import ConfigError
+from mtrain.mcore import api as mcore
+from mtrain.mcore.models.distillation import Divergence, Head, Lesson, top_k
+from mtrain.mcore.state.local_params import unwrap
+from mtrain.plan.teacher import FIX, HF_CONFIG, teacher_of
+from mtrain.world.init import World
+
+BETA = {"forward_kl": 0.0, "reverse_kl": 1.0}
+OTHER_SEED = 1
+"""Difference of the seed of a drawn teacher from that of its student."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The output layer of a teacher on the last stage, and the loss that reads it."""
+
+    divergence: Divergence
+    head: Head | None
+    dtype: torch.dtype
+    vocab_size: int
+    top: int | None
+    sequence_parallel: bool
+
+    @classmethod
+    def of(cls, run: RunConfig, chunks: list[Any]) -> Teacher:
+        """Return the teacher of a run that these chunks are."""
+        last = unwrap(chunks[-1])
+        return cls(
+            divergence_of(run.objective),
+            last.head() if last.post_process else None,
+            last.config.params_dtype,
+            run.model.loss_vocab_size,
+            run.objective.distil_top_k,
+            bool(run.parallel.sequence_parallel),
+        )
+
+    def lesson(self, hidden: torch.Tensor) -> Lesson:
+        """Return the lesson of a micro-batch whose last hidden states are `hidden`."""
+        assert self.head is not None
+        # megatron-core widens the output of a last stage.
+        hidden = hidden.to(self.dtype)
+        if self.top is None:
+            return Lesson(self.divergence, hidden, self.head)
+        group = mcore.parallel_state.get_tensor_model_parallel_group()
+        top = top_k(
+            hidden,
+            self.head,
+            self.top,
+            vocab_size=self.vocab_size,
+            temperature=self.divergence.temperature,
+            group=group if group.size() > 1 else None,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return Lesson(self.divergence, top=top)
+
+
+def divergence_of(objective: ObjectiveConfig) -> Divergence:
+    """Return the loss of a resolved objective `distil`."""
+    assert objective.divergence is not None
+    assert objective.temperature is not None
+    beta = BETA.get(objective.divergence, objective.jsd_beta)
+    assert beta is not None
+    return Divergence(beta, objective.temperature, objective.ce_weight)
+
+
+def build_teacher(run: RunConfig, world: World, *, drawn: bool = True) -> list[Any]:
+    """Return this rank's chunks of the teacher with its weights, without gradients; unless `drawn`,
+    weights have no values.
+
+    Raises:
+        ConfigError: the folder has another model than its configuration says.
+        CorruptData: its weights are not whole.
+    """
+    other = teacher_of(run)
+    assert other is not None
+    chunks = build_reference(other, world)
+    for chunk in chunks:
+        unwrap(chunk).keeps_hidden = True
+    name = run.objective.teacher
+    assert name is not None
+    if not drawn:
+        return chunks
+    if run.objective.draws:
+        initialize(chunks, run.trainer.seed + OTHER_SEED)
+        return chunks
+    folder = Path(user_path(name))
+    checkpoint = checkpoint_of(folder)
+    if checkpoint is not None:
+        ckpt_state.load_model(ckpt_state.opened(checkpoint, run, world), chunks)
+    elif (folder / HF_CONFIG).is_file():
+        load_folder(other, folder, chunks)
+    else:
+        raise ConfigError.of(
+            "MT388", "objective.teacher", name, "the run has no checkpoint yet", FIX
+        )
+    return chunks
+
+
+def checkpoint_of(folder: Path) -> Path | None:
+    """Return a checkpoint folder, or the newest checkpoint of a run folder; None without one."""
+    if (folder / MANIFEST).is_file():
+        return folder
+    saved = committed(folder / CHECKPOINTS)
+    return saved[-1] if saved else None
