@@ -73,7 +73,7 @@ def loaded(path: Path, ranks: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_address_ranks_read_only_their_parts(saved: tuple[Path, Path], ranks: int) -> None:
+def test_addresses_ranks_read_only_their_parts(saved: tuple[Path, Path], ranks: int) -> None:
     local, standing = saved
     assert not list(standing.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in local.iterdir())
@@ -86,7 +86,7 @@ def test_address_ranks_read_only_their_parts(saved: tuple[Path, Path], ranks: in
 
 
 @pytest.mark.full
-def test_address_damage_is_found_by_the_rank_that_reads(saved: tuple[Path, Path]) -> None:
+def test_addresses_damage_is_found_by_the_rank_that_reads(saved: tuple[Path, Path]) -> None:
     _, standing = saved
     files = fsspec.filesystem("memory")
     name = f"{URL}/rank_00001.safetensors"
@@ -99,7 +99,7 @@ def test_address_damage_is_found_by_the_rank_that_reads(saved: tuple[Path, Path]
         files.pipe_file(name, data)
 
 
-def test_address_range_is_asked_for_again(
+def test_addresses_range_is_asked_for_again(
     saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import folder, sources

@@ -224,7 +224,7 @@ def test_user_folder_enables_hooks_and_a_recipe_does_not(
     assert compose(["log=mine"]).run.log.hooks == ("garbage",)
 
 
-def test_run_file_enables_hooks_only_in_its_own_folder(tmp_path: Path) -> None:
+def test_user_folder_run_file_enables_hooks_only_at_home(tmp_path: Path) -> None:
     home = tmp_path / "run"
     saved = home / "checkpoints/step_00000002"
     saved.mkdir(parents=True)

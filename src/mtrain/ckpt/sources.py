@@ -29,7 +29,7 @@ ADDRESS = "address.json"
 """The file of a folder that stands for a checkpoint in an object store."""
 MAX_ADDRESS_BYTES = 1 << 16
 TRIES = 4
-"""Times that a range is asked for, 1, 2 and 4 seconds apart."""
+"""Tries to get a range, 1, 2 and 4 seconds apart."""
 
 Identity = tuple[int | str, ...]
 """A file as long as nobody writes to it, also under another name; or one version of an object."""
