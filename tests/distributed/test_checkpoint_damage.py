@@ -148,7 +148,7 @@ def test_checkpoint_rank_hashes_only_its_reads_once(tmp_path: Path) -> None:
         real_block = hashes.hash_block
         real_file = hashes.hash_file
         hashes.Shard.read = lambda shard, name, start, stop: (  # type: ignore[method-assign]
-            read.append((shard.path.name, name)),
+            read.append((Path(shard.name).name, name)),
             real_read(shard, name, start, stop),
         )[1]
         hashes.hash_bytes = lambda data: (hashed.append(memoryview(data).nbytes), real_hash(data))[

@@ -49,12 +49,17 @@ def test_remote_run_of_a_lost_machine_ends_bitwise(
     shutil.rmtree(tmp_path / "runs")
     done = mtrain(*words, "checkpoint.resume=latest", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"downloading {store}/step_00000004" in done.stdout
+    assert f"reading {store}/step_00000004 where it is" in done.stdout
     found = result(tmp_path / "runs/run")
     assert (found["shards"], found["state"]) == (undisturbed["shards"], undisturbed["state"])
     assert found["steps"] == undisturbed["steps"][4:]
     assert [one.step for one in Place(store).committed()] == [4, 6]
     assert uploads(tmp_path / "runs/run") == [(6, "uploaded")]
+    # Commands read it where it is, too.
+    for command in ("checkpoint verify", "checkpoint verdict", "evaluate"):
+        looked = mtrain(*command.split(), store, cwd=tmp_path)
+        assert looked.returncode == 0, looked.stderr
+    assert "the same layout, bitwise" in mtrain("checkpoint", "verdict", store, cwd=tmp_path).stdout
     # Without a word about the address, the folder of the run keeps it.
     more = ("resume", "runs/run", "trainer.train_iters=8", "checkpoint.accept_changes=true")
     assert mtrain(*more, cwd=tmp_path).returncode == 0
@@ -85,6 +90,7 @@ def test_remote_run_never_waits_for_a_store_that_is_gone(
     words = (*SIX, f"checkpoint.remote=file://{tmp_path}/store/run", "checkpoint.keep_every=4")
     warned = mtrain(*words, "checkpoint.on_failure=continue", cwd=tmp_path)
     assert warned.returncode == 0, warned.stderr
-    assert warned.stderr.count("step_00000004 cannot be uploaded") == 1
+    # Once for failures in a row: another upload may succeed between the first and the last try.
+    assert warned.stderr.count("step_00000004 cannot be uploaded") in (1, 2)
     assert result(tmp_path / "runs/run") == undisturbed
     assert uploads(tmp_path / "runs/run")[-1] == (4, "failed")

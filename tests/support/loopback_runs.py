@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def main() -> dict[str, Any]:
         shutil.rmtree("runs")
         again = ("checkpoint.remote=s3://bucket/run", "checkpoint.resume=latest")
         found["again"] = trained(8, "checkpoint.accept_changes=true", *again)
+        found["verdict"] = looked("checkpoint", "verdict", "s3://bucket/run", "--json")
+        found["evaluate"] = looked("evaluate", "s3://bucket/run")
         found["there"] = sorted({name.split("/")[1] for name in _keys(client, "run/step_")})
         shutil.rmtree("runs")
         key = next(name for name in _keys(client, "run/step_00000008") if "rank_" in name)
@@ -81,6 +84,14 @@ def trained(steps: int, *words: str) -> list[Any]:
         timeout=200,
     )
     return [done.returncode, done.stdout + done.stderr]
+
+
+def looked(*words: str) -> list[Any]:
+    """Return the exit code of a command, its output, and the seconds that it took."""
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "mtrain", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return [done.returncode, done.stdout or done.stderr, time.monotonic() - begun]
 
 
 def killed(number: int) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mtrain.errors import BadEnvironment, MtrainError, Preempted, TrainingError
+from mtrain.errors import BadEnvironment, CorruptData, MtrainError, Preempted, TrainingError
 from mtrain.launching import supervise, worker
 from mtrain.launching.supervise import Supervisor
 from tests.support.tables import tables
@@ -183,6 +183,20 @@ def test_causes_exit_without_record_precedes_its_victims(tmp_path: Path) -> None
 
     said = str(ended(tmp_path, fails(REMOTE), leaves))
     assert said == "rank 1 ended with exit code 7 and left no record"
+
+
+def test_causes_slow_culprit_precedes_its_victims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(errors: Path, rank: int) -> None:
+        # Its connections are closed, and a loaded machine gives it no time.
+        time.sleep(0.4)
+        worker.record(CorruptData("a file is damaged"), errors, rank)
+        os._exit(CorruptData.exit_code)
+
+    monkeypatch.setattr(supervise, "GRACE_S", 0.05)
+    error = ended(tmp_path, fails(REMOTE), damaged)
+    assert (type(error), str(error)) == (CorruptData, "rank 1: a file is damaged")
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.patience import patient
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".moto-5.2"
 
@@ -61,7 +63,14 @@ def test_checkpoint_s3_run_continues_on_another_machine() -> None:
     assert "canary" not in found["first"][1]
     code, said = found["again"]
     assert code == 0, said
-    assert "downloading s3://bucket/run/step_00000006" in said
+    assert "reading s3://bucket/run/step_00000006 where it is" in said
+    code, said, seconds = found["verdict"]
+    verdict = json.loads(said)
+    assert (code, verdict["outcome"], verdict["bitwise"]) == (0, "same", True)
+    assert verdict["checkpoint"] == "s3://bucket/run/step_00000008"
+    assert seconds < patient(2.0), "with the start of the interpreter"
+    code, said, _ = found["evaluate"]
+    assert code == 0, said
     assert found["there"] == ["step_00000006", "step_00000008"]
     code, said = found["altered"]
     assert code == 4, said

@@ -21,12 +21,13 @@ from mtrain.ckpt.remote import transfer, uploader
 from mtrain.ckpt.remote.place import OWNER, Place
 from mtrain.ckpt.remote.uploader import Uploader
 from mtrain.ckpt.retention import Policy
+from mtrain.cli.checkpoint.verdict import answered, report
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.resolve.resolution import resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadPlace, ConfigError, CorruptData, Preempted, TrainingError
-from mtrain.launching import downloads, resume, uploads
+from mtrain.launching import from_store, resume, uploads
 from mtrain.launching.uploads import Claim, claimed, note, uploading
 from mtrain.loading import checkpoints
 from tests.support.configs import LAPTOP, errors, refusals, tiny
@@ -37,7 +38,7 @@ ID = "1"
 
 
 def run_of(**keys: Any) -> RunConfig:
-    sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 128}
+    sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 512}
     model = {f"model__{key}": value for key, value in sizes.items()}
     return resolve(tiny(**model, **keys), LAPTOP)
 
@@ -274,7 +275,7 @@ def test_uploads_store_without_library_is_refused() -> None:
     fsspec.register_implementation("az", "missing_library.FS", errtxt="no library", clobber=True)
     run = run_of(checkpoint__remote="az://bucket/run")
     with pytest.raises(BadPlace, match=r"MT489.*no library.*pip install"):
-        downloads.brought(_resuming(run, "latest"), launch=None, restarted=None, say=print)
+        from_store.brought(_resuming(run, "latest"), launch=None, restarted=None, say=print)
     with pytest.raises(BadPlace, match="MT489"), claimed(run, Path("runs/a"), None):
         pass
 
@@ -286,7 +287,7 @@ def _resuming(run: RunConfig, how: str) -> RunConfig:
 
 def brought(how: str, **keys: Any) -> str | None:
     run = _resuming(run_of(checkpoint__remote=URL, **keys), how)
-    found = downloads.brought(run, launch=None, restarted=None, say=lambda _: None)
+    found = from_store.brought(run, launch=None, restarted=None, say=lambda _: None)
     return found.checkpoint.resume
 
 
@@ -334,7 +335,7 @@ def test_uploads_give_weights_and_model_to_a_new_run(store: Any) -> None:
     run = run_of(checkpoint__init_from=URL)
 
     def start(run: RunConfig) -> Path | None:
-        found = downloads.brought(run, launch=None, restarted=None, say=lambda _: None)
+        found = from_store.brought(run, launch=None, restarted=None, say=lambda _: None)
         return resume.weights_of(found)
 
     weights = start(run)
@@ -351,7 +352,7 @@ def test_uploads_give_weights_and_model_to_a_new_run(store: Any) -> None:
         start(run_of(checkpoint__init_from="memory://bucket/nothing"))
 
 
-def test_uploads_interrupted_download_keeps_whole_files(
+def test_uploads_interrupted_start_leaves_no_checkpoint(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploaded(home_with(2, name="mine"))
@@ -361,6 +362,7 @@ def test_uploads_interrupted_download_keeps_whole_files(
 
     def get_file(self: Any, source: str, target: str, **more: Any) -> None:
         calls.append(Path(source).name)
+        assert not target.endswith(".safetensors"), "shards stay where they are"
         if len(calls) == 3:
             Path(target).write_bytes(b"cut")
             raise Killed
@@ -370,11 +372,10 @@ def test_uploads_interrupted_download_keeps_whole_files(
     with pytest.raises(Killed):
         brought("latest")
     assert folder.committed(Path("runs/mine/checkpoints")) == []
-    whole = calls[1]
     brought("latest")
     assert len(calls) > 3
-    assert whole not in calls[3:]
-    assert folder.committed(Path("runs/mine/checkpoints"))
+    (saved,) = folder.committed(Path("runs/mine/checkpoints"))
+    folder.read_manifest(saved, verify=True)
 
 
 FILES = ("rank_00000.safetensors", "run.yaml", "manifest.json")
@@ -383,7 +384,7 @@ CHANGES = [(name, change) for name in FILES for change in ("flipped", "cut", "go
 
 # Files of another step are the same here but for the manifest.
 @pytest.mark.parametrize(("name", "change"), [*CHANGES, ("manifest.json", "swapped")])
-def test_uploads_altered_object_never_appears_as_checkpoint(
+def test_uploads_altered_object_is_never_read_as_a_checkpoint(
     name: str, change: str, store: Any
 ) -> None:
     uploaded(home_with(1, 2, name="mine"))
@@ -401,9 +402,42 @@ def test_uploads_altered_object_never_appears_as_checkpoint(
         assert brought("latest") == "runs/mine"
         assert [path.name for path in Path("runs/mine/checkpoints").iterdir()] == ["step_00000001"]
         return
-    with pytest.raises(CorruptData, match=name):
+    saved = Path("runs/mine/checkpoints/step_00000002")
+
+    def read() -> None:
         brought("latest")
-    assert folder.committed(Path("runs/mine/checkpoints")) == []
+        folder.read_manifest(saved, verify=True)
+
+    with pytest.raises(CorruptData, match=name):
+        read()
+    # Only the bytes of tensors are compared when they are read.
+    assert saved.exists() == (name.endswith(".safetensors") and change == "flipped")
+
+
+@pytest.mark.parametrize("words", [[], ["parallel=tp2"]])
+def test_uploads_verdict_of_an_address_is_that_of_its_run(words: list[str], store: Any) -> None:
+    home = home_with(1, 2, name="mine", data__kind="mock", data__tokenizer_vocab_size=300)
+    uploaded(home)
+    saved = f"{URL}/step_00000002"
+    shutil.copyfile(home / "checkpoints/step_00000002/run.yaml", home / "run.yaml")
+    here = report(answered([str(home), *words]))
+    there = report(answered([URL, *words]))
+    assert here["outcome"] == ("resharded" if words else "same")
+    assert here.pop("checkpoint") == f"{home}/checkpoints/step_00000002"
+    assert there.pop("checkpoint") == saved
+    problems = there.pop("problems")
+    assert [one["code"] for one in problems] == [one["code"] for one in here.pop("problems")]
+    assert there == here
+    # A warning names the configuration of the run by its address.
+    assert str(problems).count(f"in {URL}/run.yaml") == len(words)
+    # A shard of another course has the same size: its header tells.
+    name = f"{saved}/rank_00000.safetensors"
+    data = store.cat_file(name)
+    store.pipe_file(name, data.replace(b"exp_avg", b"exp_bvg", 1))
+    answer = answered([URL, *words])
+    assert (answer.outcome, answer.exit_code) == ("impossible", 4)
+    assert f"{name} is not what was written" in str(answer.problems)
+    assert "mtrain-" not in str(report(answer))
 
 
 def test_uploads_process_goes_on_after_kill_and_is_waited_for(

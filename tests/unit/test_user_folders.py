@@ -5,7 +5,9 @@ ways.
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,8 +17,11 @@ from mtrain.cli.completion import candidates
 from mtrain.cli.main import main
 from mtrain.config.compose import paths
 from mtrain.config.compose.composer import compose
+from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.paths import VARIABLE, config_dirs
+from mtrain.config.resolve.resolution import resolve
 from mtrain.errors import ConfigError
+from tests.support.configs import LAPTOP, refusals, tiny
 from tests.support.tables import tables
 
 TABLES = tables("user_folders")
@@ -217,3 +222,29 @@ def test_user_folder_enables_hooks_and_a_recipe_does_not(
     assert compose([f"recipe={recipe}", "log.hooks=[garbage]"]).run.log.hooks == ("garbage",)
     monkeypatch.setenv(VARIABLE, str(folder))
     assert compose(["log=mine"]).run.log.hooks == ("garbage",)
+
+
+def test_user_folder_run_file_enables_hooks_only_at_home(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    saved = home / "checkpoints/step_00000002"
+    saved.mkdir(parents=True)
+    text = run_yaml(resolve(tiny(log__hooks=["garbage"]), LAPTOP))
+    for file in (home / "run.yaml", saved / "run.yaml"):
+        file.write_text(text)
+
+    def codes(file: Path) -> set[str]:
+        return {problem.code for problem in refusals(f"run={file}")}
+
+    # Somebody else's: no start of a run here has written it.
+    assert codes(home / "run.yaml") == {"MT523"}
+    facts = {"home": os.path.realpath(home), "hooks": ["garbage"]}
+    (home / "env.json").write_text(json.dumps(facts))
+    for file in (home / "run.yaml", saved / "run.yaml"):
+        assert compose([f"run={file}"]).run.log.hooks == ("garbage",)
+    (home / "env.json").write_text(json.dumps(facts | {"hooks": ["loss_spikes"]}))
+    assert codes(home / "run.yaml") == {"MT523"}
+    (home / "env.json").write_text(json.dumps(facts))
+    shutil.copytree(home, tmp_path / "copied")
+    assert codes(tmp_path / "copied/run.yaml") == {"MT523"}
+    words = [f"run={tmp_path}/copied/run.yaml", "log.hooks=[garbage]"]
+    assert compose(words).run.log.hooks == ("garbage",)

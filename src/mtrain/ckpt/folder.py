@@ -28,15 +28,16 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mtrain import durable, locks, strict_json
-from mtrain.ckpt import hashes
+from mtrain.ckpt import hashes, sources
 from mtrain.config.compose.paths import MANIFEST, RUN_FILE
 from mtrain.errors import CorruptData
 
@@ -60,7 +61,8 @@ FEW_FILES = 256
 LOOKS = 16
 """Files whose sizes are compared at a time, where there are more."""
 FETCHING = ".fetching-"
-"""The beginning of the name of a checkpoint that is being downloaded."""
+"""The beginning of the name of a folder that will stand for a checkpoint of an object store."""
+SHARD = ".safetensors"
 PARTS = {"step": int, "state": dict, "tensors": dict, "files": dict}
 """The parts of a manifest of every format, with their types."""
 
@@ -240,13 +242,14 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
     """
     manifest = parse_manifest(path)
     files = manifest["files"]
+    there = objects_of(path)
     if verify or len(files) <= FEW_FILES:
         for name, facts in files.items():
-            check_file(path, name, facts, verify=verify)
+            check_file(path, name, facts, verify=verify, there=there)
         return manifest
     # A network disk takes milliseconds for each.
     with ThreadPoolExecutor(LOOKS) as pool:
-        look = partial(check_file, path, verify=False)
+        look = partial(check_file, path, verify=False, there=there)
         for _ in pool.map(look, files, files.values()):
             pass
     return manifest
@@ -304,9 +307,36 @@ def name_of_format_1(key: str) -> str:
     return f"optim/{state[:-1]}/{key.removeprefix(state)}" if state else MODEL + key
 
 
-def check_file(root: Path, name: str, facts: dict[str, Any], *, verify: bool) -> None:
+@dataclass(frozen=True)
+class Objects:
+    """The objects of a checkpoint for which a folder stands."""
+
+    url: str
+    sizes: Mapping[str, int]
+    """Name -> bytes."""
+
+
+def objects_of(root: Path) -> Objects | None:
+    """Return the objects that a folder stands for; None: it has its shards itself.
+
+    Raises:
+        CorruptData: the file that names the address cannot be read.
+        BadEnvironment: the store does not answer, or refuses.
+    """
+    url = sources.address_of(root)
+    return None if url is None else Objects(url, sources.sizes_at(url))
+
+
+def check_file(
+    root: Path,
+    name: str,
+    facts: dict[str, Any],
+    *,
+    verify: bool,
+    there: Objects | None = None,
+) -> None:
     """Compare a file of a checkpoint with the manifest: its size, and its hash unless it is a
-    shard; with `verify`, every byte of a shard too.
+    shard; with `verify`, every byte of a shard too. `there`: see `objects_of`.
 
     Raises:
         CorruptData: it is missing, altered, or outside of the folder.
@@ -314,18 +344,15 @@ def check_file(root: Path, name: str, facts: dict[str, Any], *, verify: bool) ->
     """
     path = root / name
     check_name(root, name)
-    try:
-        status = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CorruptData(f"{path} is missing") from None
-    except OSError as error:
-        raise durable.not_read(path, error) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise CorruptData(f"{path} is no file")
-    if status.st_size != facts["bytes"]:
-        raise CorruptData(f"{path} has {status.st_size} bytes, {facts['bytes']} were written")
+    is_shard = name.endswith(SHARD)
+    shown = f"{there.url}/{name}" if there is not None and is_shard else str(path)
+    size = there.sizes.get(name) if there is not None and is_shard else _size_of(path)
+    if size is None:
+        raise CorruptData(f"{shown} is missing")
+    if size != facts["bytes"]:
+        raise CorruptData(f"{shown} has {size} bytes, {facts['bytes']} were written")
     # A shard has hashes of its own blocks, which its readers compare; other files are small.
-    if not name.endswith(".safetensors"):
+    if not is_shard:
         hashes.check_file(path, facts["sha256"])
     elif verify:
         shard = hashes.checked(path, facts)
@@ -333,6 +360,24 @@ def check_file(root: Path, name: str, facts: dict[str, Any], *, verify: bool) ->
             shard.check()
         finally:
             shard.close()
+
+
+def _size_of(path: Path) -> int | None:
+    """Return the bytes of a file; None if it is missing.
+
+    Raises:
+        CorruptData: it is no file.
+        BadEnvironment: it may not be read.
+    """
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise durable.not_read(path, error) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptData(f"{path} is no file")
+    return status.st_size
 
 
 def check_name(root: Path, name: str) -> None:

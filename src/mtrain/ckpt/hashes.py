@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import resource
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -30,8 +30,8 @@ from typing import Any
 
 import xxhash
 
-from mtrain.ckpt.reading import read_at
-from mtrain.durable import not_read
+from mtrain.ckpt import sources
+from mtrain.ckpt.sources import DiskFile, Identity, StoredObject, identity
 from mtrain.errors import CorruptData
 from mtrain.world.heartbeat import tick
 
@@ -89,9 +89,6 @@ WIDTHS = {
     "U8": 1,
 }
 """Number format -> bytes of one number."""
-
-Identity = tuple[int, int, int, int]
-"""A file as long as nobody writes to it, also under another name."""
 
 
 @dataclass(frozen=True)
@@ -246,31 +243,35 @@ def metadata_of(
 
 
 def hash_file(path: Path) -> str:
-    """Return hex sha256 of a file's content."""
-    whole = hashlib.sha256()
-    with path.open("rb", buffering=0) as f:
-        while block := f.read(HASHED_BYTES):
-            whole.update(block)
-            tick()
-    return whole.hexdigest()
+    """Return hex sha256 of a file's content.
+
+    Raises:
+        CorruptData, BadEnvironment: it is missing, or may not be read.
+    """
+    file = sources.opened(path)
+    try:
+        whole = hashlib.sha256()
+        for start in range(0, file.nbytes, HASHED_BYTES):
+            whole.update(file.read(start, min(HASHED_BYTES, file.nbytes - start)))
+        return whole.hexdigest()
+    finally:
+        file.close()
 
 
 def check_file(path: Path, sha256: str) -> None:
     """Compare a whole file with its hash.
 
     Raises:
-        CorruptData: it differs.
+        CorruptData: it differs, or is missing.
         BadEnvironment: it may not be read.
     """
-    try:
-        status = path.stat()
-        known = _sound_of(status)
-        if not known.whole:
-            if hash_file(path) != sha256:
-                raise CorruptData(f"{path} is not what was written: its sha256 differs")
-            known.whole = True
-    except OSError as error:
-        raise not_read(path, error) from None
+    file = sources.opened(path)
+    file.close()
+    known = _sound_of(file.identity)
+    if not known.whole:
+        if hash_file(path) != sha256:
+            raise CorruptData(f"{file.name} is not what was written: its sha256 differs")
+        known.whole = True
 
 
 class Shard:
@@ -287,31 +288,29 @@ class Shard:
         """Open a file; `once`: nobody reads its bytes soon again, so that the page cache need not
         keep them.
         """
-        self.path = path
-        self._once = once
-        self._file: int | None = None
-        self._status = self._open()
+        self._file = sources.opened(path, once=once)
+        self.name = self._file.name
+        """Its path, or the address that it is read from, for messages."""
         try:
-            self.header = _read_header(path, self._opened, self._status.st_size)
+            self.header = _read_header(self._file)
         except BaseException:
             self.close()
             raise
 
     def __del__(self) -> None:
         # Whoever holds many shards drops them without a `with`: the descriptor goes with the
-        # object.
-        self.close()
+        # object. One that could not be opened has none.
+        if hasattr(self, "_file"):
+            self.close()
 
     @property
     def is_open(self) -> bool:
         """Return true while it holds a descriptor; without one, reading opens the file again."""
-        return self._file is not None
+        return self._file.is_open
 
     def close(self) -> None:
         """Give the descriptor back."""
-        if self._file is not None:
-            os.close(self._file)
-        self._file = None
+        self._file.close()
 
     def entry(self, name: str) -> Entry:
         """Return what the header says of an entry.
@@ -320,7 +319,7 @@ class Shard:
             CorruptData: it has no such entry.
         """
         if name not in self.header.entries:
-            raise CorruptData(f"{self.path} lacks {name}")
+            raise CorruptData(f"{self.name} lacks {name}")
         return self.header.entries[name]
 
     def read(self, name: str, start: int, stop: int) -> memoryview:
@@ -331,10 +330,10 @@ class Shard:
             CorruptData: they differ, or cannot be read.
         """
         entry = self.entry(name)
-        known = _sound_of(self._status)
+        known = _sound_of(self._file.identity)
         if not 0 <= start <= stop <= entry.nbytes:
             raise CorruptData(
-                f"{self.path}: {name} has {entry.nbytes} bytes, and {stop} are needed"
+                f"{self.name}: {name} has {entry.nbytes} bytes, and {stop} are needed"
             )
         blocks = entry.blocks(start, stop)
         if (
@@ -342,10 +341,10 @@ class Shard:
             or known.whole
             or all((name, block) in known.blocks for block in blocks)
         ):
-            return self._bytes(entry.at + start, stop - start)
+            return self._file.read(entry.at + start, stop - start)
         # Whole blocks, as only they have hashes: up to two more than were requested.
         first = blocks.start * entry.block_bytes
-        data = self._bytes(
+        data = self._file.read(
             entry.at + first, min(blocks.stop * entry.block_bytes, entry.nbytes) - first
         )
         for block in blocks:
@@ -363,47 +362,30 @@ class Shard:
         """
         if (
             sum(entry.nbytes for entry in self.header.entries.values())
-            != self._status.st_size - self.header.data_at
+            != self._file.nbytes - self.header.data_at
         ):
-            raise CorruptData(f"{self.path} is not what was written: it holds bytes of no entry")
-        known = _sound_of(self._status)
+            raise CorruptData(f"{self.name} is not what was written: it holds bytes of no entry")
+        if _sound_of(self._file.identity).whole:
+            return
         for name, entry in self.header.entries.items():
-            for block in entry.blocks(0, entry.nbytes) if not known.whole else ():
-                start = block * entry.block_bytes
-                self.read(name, start, min(start + entry.block_bytes, entry.nbytes))
+            step = max(1, HASHED_BYTES // entry.block_bytes) * entry.block_bytes
+            for start in range(0, entry.nbytes, step):
+                self.read(name, start, min(start + step, entry.nbytes))
 
     def take_as_sound(self) -> None:
         """Let nothing of it be compared any more."""
-        _sound_of(self._status).whole = True
+        _sound_of(self._file.identity).whole = True
 
     @property
     def nbytes(self) -> int:
         """Return size of the file."""
-        return self._status.st_size
+        return self._file.nbytes
 
     def _compare(self, name: str, entry: Entry, block: int, data: memoryview) -> None:
         if hash_block(data, entry.algorithm) != entry.hash_of(block):
             raise CorruptData(
-                f"{self.path} is not what was written: the {entry.algorithm.name} of {name} differs"
+                f"{self.name} is not what was written: the {entry.algorithm.name} of {name} differs"
             )
-
-    def _open(self) -> os.stat_result:
-        try:
-            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            return os.fstat(self._file)
-        except OSError as error:
-            raise not_read(self.path, error) from None
-
-    @property
-    def _opened(self) -> int:
-        # Reopened by name: the file may have been replaced, and its header is of the old one.
-        if self._file is None and _identity(self._open()) != _identity(self._status):
-            raise CorruptData(f"{self.path} was written to while it was read")
-        assert self._file is not None
-        return self._file
-
-    def _bytes(self, at: int, size: int) -> memoryview:
-        return read_at(self.path, self._opened, at, size, once=self._once)
 
 
 class Files:
@@ -417,6 +399,7 @@ class Files:
         self._once = once
         self._root = root
         self._facts = facts
+        self._lock = threading.Lock()
         self._shards: dict[str, Shard] = {}
         self._open: list[str] = []
         """Names of the shards that hold a descriptor, in the order in which they were opened."""
@@ -431,16 +414,18 @@ class Files:
             CorruptData: it does not belong to the checkpoint, or is not what was written.
             BadEnvironment: it may not be read.
         """
-        if name not in self._shards:
-            if name not in self._facts:
-                raise CorruptData(f"{self._root / name} does not belong to the checkpoint")
-            self._shards[name] = checked(self._root / name, self._facts[name], once=self._once)
-            self._open.append(name)
-        elif not self._shards[name].is_open:
-            self._open.append(name)
-        while len(self._open) > self._most:
-            self._shards[self._open.pop(0)].close()
-        return self._shards[name]
+        # Threads read an object store: one of them reads a header.
+        with self._lock:
+            if name not in self._shards:
+                if name not in self._facts:
+                    raise CorruptData(f"{self._root / name} does not belong to the checkpoint")
+                self._shards[name] = checked(self._root / name, self._facts[name], once=self._once)
+                self._open.append(name)
+            elif not self._shards[name].is_open:
+                self._open.append(name)
+            while len(self._open) > self._most:
+                self._shards[self._open.pop(0)].close()
+            return self._shards[name]
 
 
 def checked(path: Path, facts: Mapping[str, Any], *, once: bool = False) -> Shard:
@@ -459,7 +444,7 @@ def checked(path: Path, facts: Mapping[str, Any], *, once: bool = False) -> Shar
     shard = Shard(path, once=once)
     if shard.header.sha256 != facts.get("header_sha256", shard.header.sha256):
         shard.close()
-        raise CorruptData(f"{path} is not what was written: the sha256 of its header differs")
+        raise CorruptData(f"{shard.name} is not what was written: the sha256 of its header differs")
     return shard
 
 
@@ -474,28 +459,26 @@ def wrote(path: Path) -> dict[str, Any]:
     return {"bytes": shard.nbytes, "header_sha256": shard.header.sha256}
 
 
-def _sound_of(status: os.stat_result) -> _Sound:
-    return _sound.setdefault(_identity(status), _Sound())
+def _sound_of(file: Identity) -> _Sound:
+    return _sound.setdefault(file, _Sound())
 
 
 def forget(path: Path) -> None:
     """Let everything of a file be compared again: one that was removed a moment ago may have had
     the same identity.
     """
-    _sound.pop(_identity(path.stat()), None)
+    _sound.pop(identity(path.stat()), None)
 
 
-def _identity(s: os.stat_result) -> Identity:
-    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
-
-
-def _read_header(path: Path, file: int, size: int) -> Header:
-    first = bytes(read_at(path, file, 0, min(size, LENGTH_BYTES)))
+def _read_header(file: DiskFile | StoredObject) -> Header:
+    path = file.name
+    size = file.nbytes
+    first = bytes(file.read(0, min(size, LENGTH_BYTES)))
     length = int.from_bytes(first, "little")
     # The length is untrusted: it must not make this allocate more than the file has.
     if len(first) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CorruptData(f"{path} is not what was written: its header is cut")
-    text = bytes(read_at(path, file, LENGTH_BYTES, length))
+    text = bytes(file.read(LENGTH_BYTES, length))
     data_at = LENGTH_BYTES + length
     try:
         body = json.loads(text)

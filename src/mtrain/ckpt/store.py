@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 
 from mtrain import durable, strict_json, units
-from mtrain.ckpt import folder, hashes, index, local, shard_file, space
+from mtrain.ckpt import folder, hashes, index, local, shard_file, sources, space
 from mtrain.ckpt.contents import IN_TORCH, OWN, Contents, on_host
 from mtrain.ckpt.meeting import Meeting, alive
 from mtrain.ckpt.pieces import Region, parts
@@ -34,6 +35,10 @@ READ_BYTES = 16 << 20
 """The most that is read at once."""
 WRITTEN_BYTES = 4 << 20
 """The most that is written at once."""
+
+
+AT_ONCE = 8
+"""Tensors that are read from an object store at a time."""
 
 
 @dataclass
@@ -267,10 +272,16 @@ class Checkpoint:
             CorruptData: a tensor that is missing, of another shape, not covered by its pieces, or
                 not as written.
         """
-        with torch.no_grad(), alive(self.patience_s) if self.patience_s else nullcontext():
-            for shard in shards:
-                tick()
-                self._reader.fill(shard)
+        reader = self._reader
+        with alive(self.patience_s) if self.patience_s else nullcontext():
+            if sources.address_of(self.path) is None:
+                for shard in shards:
+                    reader.fill(shard)
+                return
+            # A store takes milliseconds for each range.
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                for _ in pool.map(reader.fill, list(shards)):
+                    pass
 
     def whole(self, key: str) -> torch.Tensor:
         """Return one tensor put together from all of its pieces.
@@ -302,7 +313,10 @@ class _Reader:
         self.index = index.Index(self.root, manifest)
         self.files = hashes.Files(self.root, manifest["files"])
 
+    @torch.no_grad()
     def fill(self, shard: TensorShard) -> None:
+        """Fill a shard's memory from the pieces that meet it; several threads may call this."""
+        tick()
         entry = self.tensors.get(shard.key)
         if entry is None:
             raise CorruptData(f"{self.root} has no tensor {shard.key}")
@@ -347,7 +361,7 @@ class _Reader:
         dtype = IN_TORCH.get(shard.entry(entry).dtype)
         if dtype is None:
             raise CorruptData(
-                f"{shard.path}: {entry} has numbers of kind {shard.entry(entry).dtype}"
+                f"{shard.name}: {entry} has numbers of kind {shard.entry(entry).dtype}"
             )
         data = shard.read(entry, start * dtype.itemsize, stop * dtype.itemsize)
         return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)

@@ -45,10 +45,11 @@ def verified(path: Path, manifest: dict[str, Any], threads: int | None = None) -
     begun = time.monotonic()
     damage: dict[str, str] = {}
     nbytes = 0
+    there = folder.objects_of(path)
     with ThreadPoolExecutor(threads) as pool:
         for name, facts in manifest["files"].items():
             try:
-                folder.check_file(path, name, facts, verify=False)
+                folder.check_file(path, name, facts, verify=False, there=there)
                 if name.endswith(".safetensors"):
                     nbytes += _check_shard(pool, path / name, facts)
                 else:

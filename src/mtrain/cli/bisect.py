@@ -14,6 +14,7 @@ from mtrain.errors import say_page
 from mtrain.launching import local, preflight
 from mtrain.loading.checkpoints import WITHOUT_START, beneath, relaid, run_file, target_of
 from mtrain.loading.configuration import load, say_replaced
+from mtrain.object_store import is_remote
 from mtrain.plan.compare import lines_of
 
 REPORT = "bisect.json"
@@ -28,6 +29,9 @@ def run(words: list[str], *, as_json: bool) -> int:
         ConfigError: the run has no such step, or no checkpoint before it.
     """
     usage = f"{program()} bisect runs/NAME STEP"
+    if words and is_remote(words[0]):
+        rule = f"cannot bisect because {words[0]} has checkpoints, and no losses of steps"
+        raise refusal(rule, usage, "MT502")
     target, rest = target_of(words, "bisect", usage)
     if not rest or not rest[0].isdecimal() or not int(rest[0]):
         rule = "cannot bisect because the number of a step is missing"

@@ -18,6 +18,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, MtrainError, Problem, message, say, say_page, warn
 from mtrain.launching import torchrun
 from mtrain.launching.worker import leave
+from mtrain.object_store import is_remote
 from mtrain.units import number_of
 from mtrain.world import faults
 from mtrain.world.faults import Fault
@@ -67,7 +68,9 @@ def resume(words: list[str], *, restarts: str | None, inject: str | None, debug:
 
     usage = f"{program()} resume runs/<name> [overrides]"
     target, overrides = target_of([*words, *_restarting(restarts)], "resume", usage)
-    given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(target)}"]
+    # The run of an address gets a folder of its own.
+    place = Path(words[0]) if not is_remote(words[0]) else words[0]
+    given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(place)}"]
     words = [*given, *beneath(relaid(target, overrides), overrides)]
     return run(words, debug=debug, injected=_faults(inject))
 

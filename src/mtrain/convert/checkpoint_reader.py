@@ -104,7 +104,7 @@ class CheckpointReader:
         width = BYTES.get(held.dtype, 0)
         # the shard may not be the one that the manifest describes
         if not width or not start <= stop <= prod(held.shape):
-            raise CorruptData(f"{shard.path}: {piece['entry']} is {held.dtype} {list(held.shape)}")
+            raise CorruptData(f"{shard.name}: {piece['entry']} is {held.dtype} {list(held.shape)}")
         # only the blocks that hold these elements are read and hashed
         data = shard.read(piece["entry"], start * width, stop * width)
         return np.frombuffer(data, dtype=empty((0,), held.dtype).dtype)

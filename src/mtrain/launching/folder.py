@@ -373,6 +373,9 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str], launch: str | None)
         "platform": platform.platform(),
         "versions": versions(),
         "launch": launch,
+        # A run file in another folder may not enable hooks, which are code.
+        "home": os.path.realpath(folder),
+        "hooks": list(run.log.hooks),
     }
     (folder / ENVIRONMENT).write_text(strict_json.dumps(facts, indent=1))
     (folder / PLAN).write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))

@@ -23,7 +23,7 @@ from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError, say_page
-from mtrain.launching import downloads, environment, folder, jobs, matmul, uploads
+from mtrain.launching import environment, folder, from_store, jobs, matmul, uploads
 from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place
 from mtrain.launching.jobs import Job, path_text
@@ -66,7 +66,7 @@ def launch(
     startup.mark(startup.COMPOSITION)
     launch = launchers.identity(os.environ)
     restarted = launchers.restarted(os.environ)
-    run = downloads.brought(run, launch=launch, restarted=restarted, say=partial(say, run))
+    run = from_store.brought(run, launch=launch, restarted=restarted, say=partial(say, run))
     chosen = folder.plan(run, launch=restarted)
     say(run, "starting: data, torch, megatron-core")
     share = None if director is None else director.share

@@ -33,7 +33,7 @@ from mtrain.errors import BadEnvironment, ConfigError, MtrainError, Problem, Tra
 from mtrain.launching.jobs import Job
 from mtrain.launching.replication import Replication
 from mtrain.launching.start import ANY_HOST, Share, listening
-from mtrain.launching.supervise import END_S, GRACE_S, Ended, Failure, Supervisor
+from mtrain.launching.supervise import CAUSE_S, END_S, GRACE_S, Ended, Failure, Supervisor
 from mtrain.launching.worker import revive
 from mtrain.layout.grid import RankGrid
 from mtrain.world.launchers import Launched
@@ -41,7 +41,7 @@ from mtrain.world.launchers import Launched
 # Seconds between two looks for ranks that have ended
 POLL_S = 0.05
 # Seconds that another machine has to end its ranks and report, before it counts as lost
-REPORT_S = GRACE_S + END_S + 10.0
+REPORT_S = GRACE_S + CAUSE_S + END_S + 10.0
 # Seconds that the first machine waits for others that shall read why it does not start
 FAREWELL_S = 5.0
 SEND_S = 10.0

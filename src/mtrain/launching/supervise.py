@@ -36,8 +36,10 @@ from mtrain.world.stacks import stacks_name
 
 # Seconds that the peers of the first ended rank have to record their errors
 GRACE_S = 0.5
-# Seconds that a rank has between SIGTERM and SIGKILL
-END_S = 3.0
+# Seconds that the rank at fault has to record its error, after peers have recorded its consequences
+CAUSE_S = 3.0
+# Seconds that a rank has between SIGTERM and SIGKILL, once another has failed
+END_S = 1.0
 # Seconds for the stacks of one rank
 SAMPLE_S = 3.0
 NO_SAMPLER = "py-spy takes the stacks of such a rank (pip install 'mtrain[debug]')"
@@ -173,6 +175,8 @@ class Supervisor:
                 self._announce()
             if self.ranks:
                 self._reap_for(GRACE_S)
+                if not self.halted:
+                    self._reap_for(CAUSE_S, while_=self._lacks_cause)
             failed = self._failed()
             self._sample_stacks(failed)
             return failed
@@ -236,9 +240,18 @@ class Supervisor:
             self.ended.append(Ended(self.ranks.pop(pid), status))
         return pid != 0
 
-    def _reap_for(self, seconds: float) -> None:
+    def _lacks_cause(self) -> bool:
+        """Return whether every failed rank reports the loss of a peer.
+
+        The rank at fault closes its connections before it has recorded its error, or before the
+        kernel has torn it down: on a loaded machine its peers end earlier.
+        """
+        records = [self._record(ended.rank) for ended in self._failed()]
+        return bool(records) and all(record and record["peer_lost"] for record in records)
+
+    def _reap_for(self, seconds: float, while_: Callable[[], bool] = lambda: True) -> None:
         deadline = time.monotonic() + seconds
-        while self.ranks and time.monotonic() < deadline:
+        while self.ranks and while_() and time.monotonic() < deadline:
             if not self._reap(block=False):
                 time.sleep(0.01)
 

@@ -18,7 +18,7 @@ from mtrain.config.compose.paths import program
 from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import BadEnvironment, ConfigError, MtrainError, TrainingError, say
-from mtrain.launching import downloads, folder, matmul, uploads
+from mtrain.launching import folder, from_store, matmul, uploads
 from mtrain.launching.child_process import prepare
 from mtrain.launching.warming import Warming
 from mtrain.launching.worker import describe, enter, environment_fault, leave, revive
@@ -234,7 +234,7 @@ def _brought(run: RunConfig) -> RunConfig:
     """Return the run of rank 0 after the checkpoint of its address was downloaded."""
     launch = launchers.identity(os.environ)
     restarted = launchers.restarted(os.environ)
-    return downloads.brought(run, launch=launch, restarted=restarted, say=say)
+    return from_store.brought(run, launch=launch, restarted=restarted, say=say)
 
 
 def rank() -> str:

@@ -6,27 +6,31 @@ This module reads configurations and headers of weights, without torch.
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 from mtrain.ckpt import folder as ckpt_folder
-from mtrain.ckpt.remote.place import Place
+from mtrain.ckpt.remote.place import TOKENIZER, Place
+from mtrain.ckpt.remote.transfer import referred
 from mtrain.config.compose.composer import Composed, compose
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.lock_file import read_run_file
-from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST, RUN_FILE, display, user_path
+from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST, RUN_FILE, display, program, user_path
 from mtrain.config.compose.yaml_reader import Document, load
 from mtrain.config.messages.keys import schema_keys
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem
-from mtrain.launching.downloads import nothing_at
+from mtrain.launching.from_store import nothing_at
 from mtrain.launching.local import Source
-from mtrain.launching.uploads import reached
+from mtrain.launching.uploads import note, reached
 from mtrain.models.registry import family_of
 from mtrain.object_store import is_remote
 from mtrain.plan.recompute import KEYS
@@ -86,9 +90,15 @@ def beneath(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
 def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
     """Return the run or checkpoint folder that is a verb's first argument, and the other arguments.
 
+    A folder of this process stands for an address.
+
     Raises:
         ConfigError: the folder is missing, or is neither a run nor a checkpoint.
+        CorruptData: an object at the address is not what was written.
+        BadEnvironment: the store does not answer, or refuses.
     """
+    if argv and is_remote(argv[0]):
+        return standing_for(argv[0]), argv[1:]
     if not argv or "=" in argv[0]:
         # The last word is what is done: `convert export` exports.
         rule = f"cannot {verb.split()[-1]} because a run folder or checkpoint folder is missing"
@@ -100,12 +110,48 @@ def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
     return target, argv[1:]
 
 
+@cache
+def standing_for(url: str) -> Path:
+    """Return a run folder that stands for an address until this process ends, or its checkpoint if
+    the address names one.
+
+    Raises:
+        ConfigError: there is no committed checkpoint.
+        CorruptData: an object is not what was written.
+        BadEnvironment: the store does not answer, or refuses.
+    """
+    place = Place(url)
+    newest = place.newest()
+    if newest is None:
+        rule = f"{place} has no committed checkpoint"
+        fix = f"{program()} checkpoint list ADDRESS, which shows what is there"
+        raise ConfigError.of("MT502", "", None, rule, fix)
+    home = Path(mkdtemp(prefix="mtrain-"))
+    atexit.register(_removed, home, os.getpid())
+    target = home / CHECKPOINTS / newest.name
+    target.mkdir(parents=True)
+    referred(newest, target)
+    shutil.copyfile(target / RUN_FILE, home / RUN_FILE)
+    of_run = Place(place.url.rpartition("/")[0]) if place.is_checkpoint else place
+    # Its configuration names the address that it was read from.
+    note(home, of_run.url, "")
+    if of_run.size_of(TOKENIZER) is not None:
+        of_run.fetch(TOKENIZER, home / TOKENIZER)
+    return target if place.is_checkpoint else home
+
+
+def _removed(home: Path, owner: int) -> None:
+    """Remove a folder at the end of the process that made it, and not of those it forked."""
+    if os.getpid() == owner:
+        shutil.rmtree(home, ignore_errors=True)
+
+
 def run_file(target: Path) -> str:
     """Return the configuration of a run or checkpoint folder, as an override's value."""
     return quoted(target / ckpt_folder.RUN_FILE)
 
 
-def quoted(path: Path) -> str:
+def quoted(path: Path | str) -> str:
     """Return a path as a value in override grammar."""
     return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
@@ -134,7 +180,7 @@ def source_of(target: Path, usage: str) -> Source:
         ConfigError: there is no checkpoint, or no tokenizer.
     """
     home, checkpoint = checkpoint_of(target, usage)
-    tokenizer = home / "tokenizer.json"
+    tokenizer = home / TOKENIZER
     if not tokenizer.is_file():
         fix = "a run on data=stdlib, data=text or data.tokenizer=FILE"
         raise ConfigError.of("MT506", "", None, f"{home} has no tokenizer.json", fix)

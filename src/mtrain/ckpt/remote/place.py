@@ -2,9 +2,9 @@
 torch.
 
 Under a run's address lie `step_00000100/` and so on, with the files that the folder of a
-checkpoint has, and `owner.json`, which names the run that writes there. A manifest is created
-last, and only if there is none: a checkpoint without it is a partial upload, which no reader
-takes. Deletions remove it first.
+checkpoint has, `owner.json`, which names the run that writes there, and its tokenizer. A manifest
+is created last, and only if there is none: a checkpoint without it is a partial upload, which no
+reader takes. Deletions remove it first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import object_store, strict_json
-from mtrain.ckpt import folder
+from mtrain.ckpt import folder, sources
 from mtrain.ckpt.folder import MANIFEST
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 from mtrain.object_store import unusable, without_secret
 
 OWNER = "owner.json"
+TOKENIZER = "tokenizer.json"
+"""The object with the tokenizer of a run, for whoever generates text from a checkpoint there."""
 STEP = re.compile(r"step_\d{8,}")
 MAX_OWNER_BYTES = 1 << 16
 
@@ -99,18 +101,7 @@ class Place:
         Raises:
             BadEnvironment: the store does not answer, or refuses.
         """
-        root = self._files._strip_protocol(self.url).rstrip("/")
-        try:
-            found = object_store.request(
-                lambda: self._files.find(self.url, detail=True), self.url, "listed"
-            )
-        except FileNotFoundError:
-            return {}
-        return {
-            path[len(root) + 1 :]: int(info.get("size") or 0)
-            for path, info in found.items()
-            if path.startswith(f"{root}/")
-        }
+        return sources.listed(self._files, self.url)
 
     def checkpoints(self) -> list[Remote]:
         """Return the checkpoints below the address by step, those without a manifest too."""

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtrain import durable
-from mtrain.ckpt import folder, hashes
-from mtrain.ckpt.folder import MANIFEST
-from mtrain.ckpt.remote.place import Place, Remote, manifest_of
+from mtrain import durable, strict_json
+from mtrain.ckpt import folder, hashes, sources
+from mtrain.ckpt.folder import MANIFEST, SHARD
+from mtrain.ckpt.remote.place import TOKENIZER, Place, Remote, manifest_of
 from mtrain.ckpt.retention import Policy, Retention, retention
 from mtrain.ckpt.verification import Verified
 from mtrain.config.compose.paths import RUN_FILE
@@ -30,7 +30,6 @@ from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
 
 AT_ONCE = 4
 """Files that are transferred at a time; a store's library may split each of them further."""
-SHARD = ".safetensors"
 
 
 @dataclass
@@ -110,6 +109,18 @@ def upload(
     return sent
 
 
+def send_tokenizer(home: Path, place: Place) -> None:
+    """Upload the tokenizer of a run to the address of its checkpoints, if it has one that is not
+    there.
+
+    Raises:
+        BadEnvironment: the store does not answer, or refuses.
+    """
+    file = home / TOKENIZER
+    if file.is_file() and place.size_of(TOKENIZER) != file.stat().st_size:
+        place.send(file, TOKENIZER)
+
+
 def _taken(place: Place) -> ConfigError:
     why = "another checkpoint is there"
     return ConfigError.of("MT507", "", None, why, "another address", place.url)
@@ -182,6 +193,23 @@ def download_into(place: Place, draft: Path) -> int:
         raise CorruptData(f"{place} was replaced while it was read")
     durable.sync(draft / MANIFEST)
     return nbytes
+
+
+def referred(place: Place, draft: Path) -> None:
+    """Make an empty folder stand for a checkpoint, whose shards are read where they are.
+
+    Raises:
+        CorruptData: there is no committed checkpoint, or an object differs.
+        BadEnvironment: the store does not answer, or the disk refuses.
+    """
+    manifest = described(place, draft)
+    durable.write(draft / sources.ADDRESS, strict_json.dumps({"address": place.url}).encode())
+    # Last, as in a commit.
+    place.fetch(MANIFEST, draft / MANIFEST)
+    if folder.parse_manifest(draft) != manifest:
+        raise CorruptData(f"{place} was replaced while it was read")
+    durable.sync(draft / MANIFEST)
+    durable.sync(draft)
 
 
 def described(place: Place, scratch: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain import strict_json, units
-from mtrain.ckpt import folder, retention
+from mtrain.ckpt import folder, retention, sources
 from mtrain.ckpt.remote import transfer
 from mtrain.ckpt.remote.place import Place, Remote
 from mtrain.ckpt.retention import Policy
@@ -122,6 +122,7 @@ class Uploader:
                 for name in sorted(self._left, reverse=True):
                     (place / name).remove(list((place / name).sizes()))
                     self._left.discard(name)
+                transfer.send_tokenizer(self.home, place)
                 own = partial(self._own, place)
                 sent = transfer.upload(path, place / path.name, replace=True, tick=own)
         except (MtrainError, OSError) as error:
@@ -143,8 +144,11 @@ class Uploader:
         return True
 
     def _saved(self) -> list[Path]:
-        """Return the checkpoints of the run folder; weights that were imported are of step 0."""
-        return [path for path in folder.committed(self.home / CHECKPOINTS) if folder.step_of(path)]
+        """Return the checkpoints that the run has written; weights that were imported are of step
+        0.
+        """
+        every = folder.committed(self.home / CHECKPOINTS)
+        return [one for one in every if folder.step_of(one) and sources.address_of(one) is None]
 
     def _next(self) -> Path | None:
         """Return the checkpoint that is due: the newest that is missing, or an older one that the

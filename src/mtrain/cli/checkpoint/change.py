@@ -15,7 +15,14 @@ from typing import Any
 from mtrain import locks
 from mtrain.ckpt import folder
 from mtrain.ckpt.remote.place import Place
-from mtrain.ckpt.remote.transfer import download, download_into, fate_of, pruned, upload
+from mtrain.ckpt.remote.transfer import (
+    download,
+    download_into,
+    fate_of,
+    pruned,
+    send_tokenizer,
+    upload,
+)
 from mtrain.ckpt.retention import (
     Policy,
     Retention,
@@ -24,6 +31,7 @@ from mtrain.ckpt.retention import (
     named_by_others,
     retention,
 )
+from mtrain.ckpt.sources import address_of
 from mtrain.ckpt.verification import verified
 from mtrain.cli.atomic_output import drafted, new_folder
 from mtrain.cli.checkpoint.look import one_address, one_checkpoint, one_folder
@@ -213,9 +221,14 @@ def copy(words: Sequence[str], *, as_json: bool) -> int:
     if len(words) != 2 or any("=" in word and not is_remote(word) for word in words):
         rule = "cannot copy because it takes a checkpoint and a new folder"
         raise refusal(rule, f"{program()} checkpoint copy {USAGE}", "MT002")
-    if any(map(is_remote, words)):
-        return _copy_remote(*words, as_json=as_json)
-    source = one_checkpoint(words[:1], f"copy {USAGE}")
+    source = None
+    named = words[0]
+    if not is_remote(named):
+        source = one_checkpoint([named], f"copy {USAGE}")
+        # A folder may stand for a checkpoint in an object store.
+        named = address_of(source) or named
+    if source is None or is_remote(named) or is_remote(words[1]):
+        return _copy_remote(named, words[1], as_json=as_json)
     out = new_folder(Path(words[1]).expanduser())
     with folder.reading(source):
         manifest = folder.read_manifest(source, verify=False)
@@ -264,6 +277,8 @@ def _copy_remote(source: str, target: str, *, as_json: bool) -> int:
                 raise CorruptData(*found.damage, f"{target} was not written")
         place = Place(target)
         if not place.is_checkpoint:
+            if path.parent.name == CHECKPOINTS:
+                send_tokenizer(path.parent.parent, place)
             place = place / folder.folder_name(folder.parse_manifest(path)["step"])
         sent = upload(path, place, read_back=True)
     return _say_copied(source, place.url, sent.nbytes, begun, as_json)

@@ -20,6 +20,7 @@ from mtrain.ckpt.remote.place import Place, uncommitted
 from mtrain.ckpt.remote.transfer import described
 from mtrain.ckpt.remote.transfer import strangers as foreign
 from mtrain.ckpt.remote.transfer import verified as verified_there
+from mtrain.ckpt.sources import address_of
 from mtrain.ckpt.verification import verified
 from mtrain.cli.output import refusal, say_json, table
 from mtrain.config.compose.lock_file import read_run_file
@@ -133,7 +134,8 @@ def _row(path: Path) -> dict[str, Any]:
     except (CorruptData, BadEnvironment) as error:
         state = "damaged" if folder.is_checkpoint(path) else "not committed"
         return row | {"state": state, "why": str(error).splitlines()[0]}
-    return row | {"state": "complete"}
+    url = address_of(path)
+    return row | {"state": "complete" if url is None else f"complete, at {url}"}
 
 
 def _remote_rows(place: Place) -> Iterator[dict[str, Any]]:

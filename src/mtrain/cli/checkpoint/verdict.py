@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mtrain.api import load
 from mtrain.ckpt import folder
 from mtrain.ckpt.index import filled
+from mtrain.ckpt.sources import address_of
 from mtrain.cli.output import problem_report, say_json
 from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.resolve.resolution import Machine, resolve, world_size_of
@@ -23,6 +24,7 @@ from mtrain.launching.verdict import data, figures, judge
 from mtrain.layout.grid import RankGrid
 from mtrain.loading.checkpoints import beneath, newest, quoted, relaid, run_file, target_of
 from mtrain.loading.checkpoints import composed as compose_with_weights
+from mtrain.object_store import is_remote
 from mtrain.processes import without_collecting
 from mtrain.units import bytes_, number_of
 
@@ -50,8 +52,19 @@ class Answer:
     judgement: judge.Judgement = field(default_factory=judge.Judgement)
     reading: figures.Reading | None = None
     memory: figures.Memory | None = None
+    stands_for: bool = False
+    """True if the run folder was made for an address, and is gone afterwards."""
     data: str = ""
     """The result of comparing the data."""
+
+    def by_address(self, text: str) -> str:
+        """Return a text with the address that the checkpoint is read from, if it has one."""
+        url = address_of(self.checkpoint)
+        if url is None:
+            return text
+        text = text.replace(str(self.checkpoint), url)
+        home = self.checkpoint.parent.parent
+        return text.replace(str(home), url.rpartition("/")[0]) if self.stands_for else text
 
     @property
     def impossible(self) -> bool:
@@ -104,7 +117,7 @@ def answered(words: Sequence[str]) -> Answer:
         ConfigError: no checkpoint is named, or there is none.
     """
     target, checkpoint, overrides = located(words)
-    answer = Answer(checkpoint)
+    answer = Answer(checkpoint, stands_for=is_remote(words[0]))
     try:
         answer.manifest = folder.parse_manifest(checkpoint)
     except MtrainError as error:
@@ -116,6 +129,11 @@ def answered(words: Sequence[str]) -> Answer:
     if answer.run is not None and not answer.impossible:
         answer.reading = figures.reading(answer.run, filled(checkpoint, answer.manifest))
         answer.memory = figures.memory(answer.run, Machine.here())
+    # Of an address, a folder stands for the checkpoint.
+    answer.problems = [
+        replace(one, detail=answer.by_address(one.detail), source=answer.by_address(one.source))
+        for one in answer.problems
+    ]
     return answer
 
 
@@ -126,7 +144,8 @@ def located(words: Sequence[str]) -> tuple[Path, Path, list[str]]:
         ConfigError: there is no such checkpoint.
     """
     usage = f"{program()} {USAGE}"
-    named = Path(words[0]).expanduser() if words and "=" not in words[0] else None
+    local = bool(words) and "=" not in words[0] and not is_remote(words[0])
+    named = Path(words[0]).expanduser() if local else None
     # A checkpoint that lost its run.yaml is damaged, and not missing.
     if named is not None and folder.is_checkpoint(named):
         return named, named, list(words[1:])
@@ -234,7 +253,7 @@ def report(answer: Answer) -> dict[str, Any]:
     return {
         "outcome": answer.outcome,
         "bitwise": answer.bitwise,
-        "checkpoint": str(answer.checkpoint),
+        "checkpoint": answer.by_address(str(answer.checkpoint)),
         "step": None if manifest is None else manifest["step"],
         "problems": found["problems"],
         "changes": list(judged.changes),
@@ -252,7 +271,7 @@ def report(answer: Answer) -> dict[str, Any]:
 
 def page(answer: Answer) -> Iterator[str]:
     """Yield the lines of the verdict."""
-    yield f"{answer.checkpoint}: {_headline(answer)}"
+    yield f"{answer.by_address(str(answer.checkpoint))}: {_headline(answer)}"
     if answer.problems:
         yield message(ConfigError(answer.problems))
     if answer.impossible:

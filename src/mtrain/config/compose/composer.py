@@ -26,7 +26,6 @@ from mtrain.config.compose.paths import folders, user_path
 from mtrain.config.compose.recipe import Recipe, read_recipe, reserved_keys
 from mtrain.config.compose.replaced import Replaced, brought, entries_of, layer
 from mtrain.config.compose.write_paths import (
-    HOOKS,
     KEYS,
     foreign_hooks,
     foreign_launcher,
@@ -487,11 +486,9 @@ class _Composition:
         base = user_path(self.overrides.run) if self.overrides.run else None
         own = partial(self._own_file, "launch")
         found = strays(run, said, base)
-        # The file of a run has the hooks that a command line named once.
-        if base is None:
-            found += foreign_hooks(run, origins.of(HOOKS), files)
         return [
             *found,
+            *foreign_hooks(run, origins.of, partial(self._own_file, "log"), base),
             *foreign_launcher(run, origins.of, own, self.sources),
             *foreign_remote(run, origins.of, partial(self._own_file, "checkpoint"), base),
         ]

@@ -6,12 +6,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.origins import COMMAND_LINE
-from mtrain.config.compose.paths import LOCAL_FILE, REMOTE_FILE, RESUME_WORDS, user_path
+from mtrain.config.compose.paths import (
+    CHECKPOINTS,
+    ENVIRONMENT,
+    LOCAL_FILE,
+    REMOTE_FILE,
+    RESUME_WORDS,
+    user_path,
+)
 from mtrain.config.messages.keys import field_of
 from mtrain.config.messages.suggestions import at_default
 from mtrain.config.schema.run import UnresolvedRun
@@ -129,19 +136,33 @@ def foreign_remote(
     source = origin_of(REMOTE).rpartition(":")[0]
     if address is None or not source or is_own(source):
         return []
-    if base is not None and address == _address_of(user_path(str(base)).parent):
+    if base is not None and address == _noted(_home_of(base) / REMOTE_FILE).get("url"):
         return []
     return [Problem("MT458", REMOTE, address, "", override(REMOTE, address), origin_of(REMOTE))]
 
 
-def foreign_hooks(run: UnresolvedRun, origin: str, files: Collection[str]) -> list[Problem]:
-    """Return a problem if hooks, which are code, are enabled by one of `files`, which somebody else
-    may have written; `origin` is that of the key.
+def foreign_hooks(
+    run: UnresolvedRun,
+    origin_of: Callable[[str], str],
+    is_own: Callable[[str], bool],
+    base: Path | None,
+) -> list[Problem]:
+    """Return a problem if a recipe or run file enables hooks, which are code: somebody else may
+    have written it.
+
+    Args:
+        run: the configuration.
+        origin_of: returns the origin of a key.
+        is_own: returns whether a file may set it.
+        base: the run file; one in its own run folder may keep the hooks of its run.
     """
-    if not run.log.hooks or origin.rpartition(":")[0] not in files:
+    source = origin_of(HOOKS).rpartition(":")[0]
+    if not run.log.hooks or not source or is_own(source):
         return []
     value = list(run.log.hooks)
-    return [Problem("MT523", HOOKS, value, "", override(HOOKS, value), origin)]
+    if base is not None and value == _noted(_home_of(base) / ENVIRONMENT).get("hooks"):
+        return []
+    return [Problem("MT523", HOOKS, value, "", override(HOOKS, value), origin_of(HOOKS))]
 
 
 def _plain(value: object) -> object:
@@ -169,9 +190,10 @@ def _places_of(home: Path) -> list[str]:
     return list(map(str, places)) if isinstance(places, list) else []
 
 
-def _address_of(home: Path) -> object:
-    """Return the address to which a run uploads its checkpoints; None if there is none."""
-    return _noted(home / REMOTE_FILE).get("url")
+def _home_of(base: Path) -> Path:
+    """Return the run folder of a run file, which may be that of one of its checkpoints."""
+    folder = user_path(str(base)).parent
+    return folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
 
 
 def _noted(file: Path) -> dict[str, object]:

@@ -46,8 +46,8 @@ class UnresolvedCheckpoint(Section):
     resume: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="load")] = None
     """`auto`: continue the run that the same launch started (with `log.name`: the run of that
     name), or start one. `latest`: continue the newest run of this configuration. Otherwise a run
-    folder, a checkpoint folder, or the address of either in an object store, whose checkpoint is
-    downloaded first. null: a new run; under a launcher that restarts failed runs, `auto`.
+    folder, a checkpoint folder, or the address of either in an object store, where ranks read it.
+    null: a new run; under a launcher that restarts failed runs, `auto`.
     """
     init_from: Annotated[str | None, Key(effect=Effect.NUMERICS, aka="pretrained finetune")] = None
     """Weights that a new run starts from: a run or checkpoint folder, the address of either in an

@@ -6,12 +6,14 @@ A run compares sizes and headers before any rank starts; ranks compare the bytes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from mtrain.ckpt import folder, hashes
 from mtrain.ckpt.index import filled
+from mtrain.ckpt.sources import ADDRESS
 from mtrain.errors import CorruptData
 
 MOST_HEADERS = 1024
@@ -37,23 +39,33 @@ def damage(path: Path, manifest: dict[str, Any]) -> list[str]:
 
 def strangers(path: Path, manifest: dict[str, Any]) -> list[str]:
     """Return the names of everything in the folder that does not belong to the checkpoint."""
-    own = (*manifest["files"], folder.MANIFEST)
+    own = (*manifest["files"], folder.MANIFEST, ADDRESS)
     return sorted(file.name for file in path.iterdir() if file.name not in own)
 
 
 def _files(path: Path, files: dict[str, Any]) -> Iterator[str]:
-    headers = 0
-    for name, facts in files.items():
+    shards = [name for name, facts in files.items() if "header_sha256" in facts]
+    headers = set(shards[:MOST_HEADERS])
+    there = folder.objects_of(path)
+
+    def fault(name: str) -> str:
         try:
-            folder.check_file(path, name, facts, verify=False)
+            folder.check_file(path, name, files[name], verify=False, there=there)
             # A shard of another step may have the same size: only its header tells.
-            if "header_sha256" in facts and headers < MOST_HEADERS:
-                headers += 1
-                hashes.checked(path / name, facts).close()
+            if name in headers:
+                hashes.checked(path / name, files[name]).close()
         except CorruptData as error:
-            yield str(error)
+            return str(error)
         except (KeyError, TypeError):
-            yield f"{path / folder.MANIFEST}: says nothing of {name} that can be compared"
+            return f"{path / folder.MANIFEST}: says nothing of {name} that can be compared"
+        return ""
+
+    if there is None:
+        yield from filter(None, map(fault, files))
+        return
+    # A store takes milliseconds for each request.
+    with ThreadPoolExecutor(folder.LOOKS) as pool:
+        yield from filter(None, pool.map(fault, files))
 
 
 def _tensors(path: Path, manifest: dict[str, Any]) -> Iterator[str]:

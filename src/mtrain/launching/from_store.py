@@ -1,10 +1,9 @@
-"""The checkpoint of an object store that a run continues or starts from, downloaded before ranks
-start.
+"""The checkpoint of an object store that a run continues or starts from.
 
 A folder of the run on this machine goes on, if there is one; else one is made, with the
-configuration of the checkpoint. Weights to start from get a folder below that of the runs. A
-download that was interrupted takes up the files that are whole. Every byte has been compared before
-the checkpoint appears.
+configuration of the checkpoint. In it a folder stands for the checkpoint, and ranks read the parts
+that they need from the store (see `ckpt.sources`). Weights to start from get a folder below that of
+the runs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtrain import durable, units
+from mtrain import durable
 from mtrain.ckpt import folder as ckpt_folder
 from mtrain.ckpt.remote import transfer
 from mtrain.ckpt.remote.place import Place
@@ -31,7 +30,7 @@ from mtrain.object_store import is_remote
 RESUME = "checkpoint.resume"
 START = "checkpoint.init_from"
 WEIGHTS = ".weights"
-"""The folder, in that of the runs, with the checkpoints that runs have started from."""
+"""The folder, in that of the runs, of the checkpoints that runs have started from."""
 LATEST = "latest"
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,200}")
 
@@ -39,8 +38,8 @@ NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,200}")
 def brought(
     run: RunConfig, *, launch: str | None, restarted: str | None, say: Callable[[str], None]
 ) -> RunConfig:
-    """Return a run that resumes a run folder, after the checkpoint of an address has been
-    downloaded there; the same run if its `checkpoint.resume` needs none.
+    """Return a run that resumes a run folder, in which a folder stands for the checkpoint of an
+    address; the same run if its `checkpoint.resume` needs none.
 
     `auto` and `latest` take the newest checkpoint of `checkpoint.remote` if no folder here has a
     later one; `auto` only that of the same launch or of the same `log.name`.
@@ -84,7 +83,7 @@ def _with_weights(
             if newest is None:
                 raise nothing_at(START, url)
             with folder.owned(home, run):
-                taken = _download(newest, home, say)
+                taken = _refer(newest, home, say)
                 # The newest here is what runs start from.
                 for other in ckpt_folder.folders(home / CHECKPOINTS):
                     if other.name != taken.name and not ckpt_folder.is_read(other):
@@ -125,10 +124,10 @@ def _resumed(
             return run
         if named or missing:
             with folder.owned(home, run):
-                # Noted first: an interrupted download goes on in this folder.
+                # Noted first: another try goes on in this folder.
                 if not noted(home):
                     note(home, None, "", source=source)
-                here = _download(newest, home, say)
+                here = _refer(newest, home, say)
                 ours = run.checkpoint.remote == source
                 identity = secrets.token_hex(8)
                 note(home, source if ours else None, identity, brought=ours, source=source)
@@ -156,28 +155,20 @@ def _home(run: RunConfig, source: str, owner: Mapping[str, Any]) -> Path | None:
     return None if run.log.name else home.with_name(folder.free_name(home))
 
 
-def _download(place: Place, home: Path, say: Callable[[str], None]) -> Path:
-    """Download a checkpoint into a run folder; return its path there."""
+def _refer(place: Place, home: Path, say: Callable[[str], None]) -> Path:
+    """Make a folder of a run stand for a checkpoint, unless the run has it; return its path."""
     root = home / CHECKPOINTS
     final = root / place.name
     marker = final / ckpt_folder.MANIFEST
     if marker.is_file() and marker.read_bytes() == place.read(ckpt_folder.MANIFEST):
         return final
     draft = root / f"{ckpt_folder.FETCHING}{place.name}"
-    sizes = place.sizes()
+    say(f"reading {place} where it is")
     try:
         for other in root.glob(f"{ckpt_folder.FETCHING}*"):
-            if other != draft:
-                shutil.rmtree(other, ignore_errors=True)
-        draft.mkdir(parents=True, exist_ok=True)
-        there = sum(file.stat().st_size for file in draft.iterdir())
-        free = shutil.disk_usage(draft).free
-        if sum(sizes.values()) - there > free:
-            needed = units.bytes_(sum(sizes.values()) - there)
-            raise _no_place(home, f"{place} needs {needed}, and {units.bytes_(free)} are free")
-        say(f"downloading {place} ({units.bytes_(sum(sizes.values()))})")
-        transfer.download_into(place, draft)
-        durable.sync(draft)
+            shutil.rmtree(other, ignore_errors=True)
+        draft.mkdir(parents=True)
+        transfer.referred(place, draft)
         if ckpt_folder.is_checkpoint(final):
             final.rename(root / f".superseded-{final.name}")
         shutil.rmtree(final, ignore_errors=True)
@@ -192,5 +183,5 @@ def _download(place: Place, home: Path, say: Callable[[str], None]) -> Path:
 
 
 def _no_place(home: Path, why: str) -> BadPlace:
-    rule = f"cannot hold a downloaded checkpoint because {why}"
+    rule = f"cannot hold what describes a checkpoint because {why}"
     return BadPlace.of("MT431", "log.runs_dir", str(home.parent), rule, "another disk")
