@@ -14,23 +14,20 @@ import torch
 from mtrain.config.schema.run import RunConfig
 from mtrain.data.store.indexed import IndexedWriter
 from mtrain.events.read import events
-from tests.distributed.test_statistics import DENSE, MODELS, STEPS, described, differences, train
+from tests.distributed.test_statistics import STEPS, described, differences, train
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
 from tests.support.token_corpora import bpe
 
 VOCAB = 300
 LENGTH = 32
-FURTHER = DENSE | {"num_layers": 2, "mtp_num_layers": 2}
-TWO = DENSE | {"num_layers": 2}
-MODELS |= {"further": FURTHER, "two": TWO}
 PACKED = {"packed": True, "eod_mask_loss": True, "packed_multiple": 4}
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "blend": ("two", {"eod_mask_loss": True}, {"loss": "reference"}),
-    "packed": ("two", PACKED, {"loss": "reference"}),
+    "blend": ("dense", {"eod_mask_loss": True}, {"loss": "reference"}),
+    "packed": ("dense", PACKED, {"loss": "reference"}),
     "further": ("further", {}, {"loss": "reference"}),
-    "samples": ("two", {"eod_mask_loss": True}, {"loss_average": "sample"}),
-    "z-loss": ("two", {}, {"loss": "reference", "z_loss_coeff": 1e-3}),
+    "samples": ("dense", {"eod_mask_loss": True}, {"loss_average": "sample"}),
+    "z-loss": ("dense", {}, {"loss": "reference", "z_loss_coeff": 1e-3}),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"ranks": 2},
