@@ -241,7 +241,7 @@ def test_statistics_do_not_ask_the_device(tmp_path: Path) -> None:
 
     ((usual, nothing), (asked, noted)) = run_ranks(1, job)[0]
     assert nothing == []
-    assert noted == [(step, kind) for step in (1, 2) for kind in KINDS]
+    assert noted == [(step, kind) for step in (1, 2) for kind in (*KINDS, "experts")]
     assert asked == usual
 
 
@@ -255,7 +255,7 @@ def _asked(home: Path, interval: int | None) -> tuple[int, list[tuple[int, str]]
     from tests.distributed.test_async_steps import Asked, assembled
     from tests.support.devices import stand_in
 
-    run = described("dense", interval)
+    run = described("moe", interval)
     noted: list[tuple[int, str]] = []
 
     class Noted(Metrics):
