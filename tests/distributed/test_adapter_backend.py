@@ -259,6 +259,8 @@ def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     mine = context_positions(LENGTH, cp, cu_seqlens)[rank] if cp > 1 else torch.arange(LENGTH)
     local = [x[mine].requires_grad_() for x in whole]
     out = module(*local, None, packed_seq_params=packed)
+    order = context_positions(LENGTH, cp, cu_seqlens).flatten() if cp > 1 else mine
+    _compare_rows(module, local, whole[2][order], packed, mine, out)
     (out * weight[mine]).sum().backward()
     placed = []
     for value in (out.detach(), *(x.grad for x in local)):
@@ -268,6 +270,32 @@ def _attend(cp: int, case: dict[str, Any]) -> list[torch.Tensor]:
     if module.softmax_offset is not None:
         placed.append(module.softmax_offset.grad)
     return placed
+
+
+def _compare_rows(
+    module: Any,
+    local: list[torch.Tensor],
+    values: torch.Tensor,
+    packed: Any,
+    mine: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Compare the output with that of the logits of sampled queries: three, or all of them."""
+    if values.dim() == 3:
+        values = values.unsqueeze(1)
+    spread = values.permute(1, 2, 0, 3).repeat_interleave(HEADS // GROUPS, dim=1)
+    for most in (3, LENGTH):
+        logits, here = module.sampled_logits(most, *local[:2], None, packed_seq_params=packed)
+        rows = (torch.arange(most) + 1) * LENGTH // most - 1
+        assert torch.equal(here, torch.isin(rows, mine))
+        if module.softmax_offset is not None:
+            sink = module.softmax_offset.detach()[:, None, None].expand(len(logits), -1, most, 1)
+            logits = torch.cat([logits, sink], -1)
+        shares = torch.softmax(logits, -1)[..., : spread.shape[2]]
+        found = (shares @ spread).permute(2, 0, 1, 3).flatten(2)[here]
+        places = [int((mine == row).nonzero()) for row in rows[here]]
+        expected = out.detach()[places].view_as(found)
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
 
 
 @cache

@@ -140,6 +140,21 @@ class Splits:
         return self.corpus.tokenizer
 
     @cached_property
+    def special_ids(self) -> tuple[int, ...]:
+        """Return the ids of the tokenizer's special tokens; without one, those that end documents.
+
+        Raises:
+            CorruptData: the tokenizer cannot be read.
+        """
+        if self.tokenizer is None:
+            return self.document_ends
+        from mtrain.data.text.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer(self.tokenizer)
+        ids = map(tokenizer.id_of, tokenizer.special_texts)
+        return tuple(number for number in ids if number is not None)
+
+    @cached_property
     def unigram_entropy_nats(self) -> float | None:
         """Return the entropy of the token distribution, or None if it is unknown.
 

@@ -175,7 +175,7 @@ def run_hooks(
         Evaluation(metrics, progress, splits.unigram_entropy_nats),
         Life(),
         Memory(folder),
-        *watchers(run, folder, metrics, checkpoints),
+        *watchers(run, splits, folder, metrics, checkpoints),
         Startup(folder, progress),
         Planned(folder, progress),
         Sample(splits, checkpoints, paths.checkpoint, progress),
@@ -200,7 +200,7 @@ def run_hooks(
 
 
 def watchers(
-    run: RunConfig, folder: Path, metrics: Metrics, checkpoints: Checkpoints
+    run: RunConfig, splits: Splits, folder: Path, metrics: Metrics, checkpoints: Checkpoints
 ) -> list[Hook]:
     """Return the hooks that raise alerts, sample memory and describe tensors, as far as `log`
     enables them, and that report a lack of memory.
@@ -215,7 +215,7 @@ def watchers(
         interval = run.log.memory_interval
         found.append(MemorySamples(interval, metrics, checkpoints.staging_bytes, **see))
     if run.log.statistics.interval is not None:
-        found.append(Statistics(run, metrics, **see))
+        found.append(Statistics(run, metrics, special=splits.special_ids, **see))
     return [*found, OutOfMemory(folder)]
 
 

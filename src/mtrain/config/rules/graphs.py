@@ -44,9 +44,12 @@ def captured(run: RunConfig) -> frozenset[str]:
     reads=f"{IMPL} log.statistics.interval log.statistics.kinds",
 )
 def described_activations(run: RunConfig) -> Iterator[Finding]:
-    """Cannot describe activations or experts because a replayed graph runs no hooks of modules."""
+    """Cannot describe activations, losses, attention or experts because a replayed graph runs no
+    hooks of modules.
+    """
     s = run.log.statistics
-    kinds = [kind for kind in s.described if kind not in ("activations", "experts")]
+    hooks = ("activations", "losses", "attention", "experts")
+    kinds = [kind for kind in s.described if kind not in hooks]
     hooked = len(kinds) < len(s.described)
     if s.interval is None or not hooked or run.trainer.cuda_graph_impl == "none":
         return

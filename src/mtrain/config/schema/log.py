@@ -13,12 +13,14 @@ from mtrain.config.schema.base import (
     Section,
 )
 
-StatisticsKind = Literal["weights", "gradients", "updates", "moments", "activations", "experts"]
+StatisticsKind = Literal[
+    "weights", "gradients", "updates", "moments", "activations", "losses", "attention", "experts"
+]
 
 
 class StatisticsConfig(Section):
     """`log.statistics`: norm, mean, largest absolute value and share of zeros of whole tensors,
-    and the loads of experts.
+    losses by position and source, logits of attention, and the loads of experts.
     """
 
     interval: Annotated[PositiveInt | None, Key(unit="steps")] = None
@@ -31,8 +33,9 @@ class StatisticsConfig(Section):
     kinds: Annotated[tuple[StatisticsKind, ...] | None, Field(min_length=1, strict=False)] = None
     """The tensors of these modules: weights before the update of the step, gradients before they
     are clipped, updates (with their norm over that of the weights), moments of the optimizer,
-    activations (outputs of layers, of their attention and MLP, and logits), experts (the choices
-    of routers). null: all.
+    activations (outputs of layers, of their attention and MLP, and logits), losses (of tokens by
+    position, blend source and kind), attention (entropy and largest logit of sampled rows), experts
+    (choices and losses of routers). null: all.
     """
 
     @property

@@ -35,6 +35,13 @@ def documents_of(source: Any, number: int) -> tuple[str, list[int]]:
     return str(data.prefix), sorted({data.document_at(place) for place in tokens.tolist()})
 
 
+def sources_of(source: Any) -> list[str]:
+    """Return the corpora of a blend, in the order of its parts; none for other samples."""
+    if not isinstance(source, Blend):
+        return []
+    return [str(part.dataset.prefix) for part in source.parts]
+
+
 def pieces(source: Any, number: int) -> list[tuple[int, int, int]]:
     """Return the first token, the end and the number of each document in a sample of a token
     stream; none where the tokens of a sample are not consecutive.

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -24,7 +27,7 @@ from mtrain_kernels.attention.seen import Seen
 from torch import Tensor, nn
 
 from mtrain.config.engine.kernels import ON_CPU
-from mtrain.mcore.layers.context import Context
+from mtrain.mcore.layers.context import Context, context_positions
 from mtrain.mcore.layers.places import Places, mask_of, places_of
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
@@ -174,6 +177,60 @@ class CoreAttention(MegatronModule):
             mask = ~hidden if mask is None else mask & ~hidden
         out = self._attend(query, key, value, mask, causal and mask is None)
         return out.squeeze(1) if packed else out
+
+    @torch.no_grad()
+    def sampled_logits(
+        self,
+        most: int,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        packed_seq_params: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits of at most `most` queries, evenly spaced over the whole sequence: fp32
+        [b, n, rows, keys], -inf where a key is hidden; and which of these rows this rank has, bool
+        [rows].
+
+        The queries and keys are those of `forward`. Context-parallel ranks gather all keys, and
+        the rows of other ranks are not theirs.
+        """
+        if query.dim() == 3:
+            query, key = (x.unsqueeze(1) for x in (query, key))
+        mask_type = attn_mask_type or self._mask_type
+        cu_seqlens = _boundaries(packed_seq_params)
+        context = self._context_of(packed_seq_params)
+        ranks = 1 if context is None else context.group.size()
+        tokens = query.shape[0] * ranks
+        count = min(most, tokens)
+        rows = (torch.arange(count, device=query.device) + 1) * tokens // count - 1
+        k_at = torch.arange(key.shape[0], device=query.device)
+        here = torch.ones_like(rows, dtype=torch.bool)
+        if context is None:
+            query = query.index_select(0, rows)
+        else:
+            blocks = context_positions(tokens, ranks, cu_seqlens, query.device)
+            held = blocks[context.group.rank()] == rows[:, None]
+            here = held.any(1)
+            query = query.index_select(0, held.to(torch.uint8).argmax(1))
+            key = gather_from_sequence_parallel_region(key, group=context.group)
+            k_at = blocks.flatten()
+        r, b, n, d = query.shape
+        groups = key.shape[2]
+        grouped = query.float().reshape(r, b, groups, n // groups, d)
+        logits = torch.einsum("rbgmd,kbgd->bgmrk", grouped, key.float()).reshape(b, n, r, -1)
+        logits = logits * (d**-0.5 if self._scale is None else self._scale)
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        seen = mask_of(rows, k_at, mask_type in _CAUSAL, self._window, cu_seqlens)
+        if seen is not None:
+            logits = logits.masked_fill(~seen, -torch.inf)
+        if attention_mask is not None and mask_type in _MASKED:
+            # A mask of keys has one row for all queries.
+            whole = attention_mask.shape[-2] > 1
+            hidden = attention_mask.index_select(-2, rows) if whole else attention_mask
+            logits = logits.masked_fill(hidden, -torch.inf)
+        return logits, here
 
     def _context_of(self, packed_seq_params: Any) -> Context | None:
         """Return the ranks that this sequence is sharded over: those of the run, or, with dynamic

@@ -19,6 +19,8 @@ ROUTER_LOSS_SHARE = "router_loss_share"
 """Attribute of a TransformerConfig: the divisor of the step as a share of the tokens that routers
 see; 1 (all of them) if unset.
 """
+PER_SAMPLE = "seq_aux_loss"
+"""The balancing loss over each sample by itself."""
 
 
 def counts_of(experts: Tensor, tokens: Tensor, number: int) -> Tensor:
@@ -59,14 +61,10 @@ def with_balancing_losses(
     """
     if not (router.training and torch.is_grad_enabled() and router.is_aux_loss_enabled()):
         return weights
-    scores = _scores(logits, router.score_function)
-    # Groups and biases change which experts a token goes to. The losses count those with the best
-    # scores, as megatron-core's do.
-    chosen = scores.detach().topk(router.topk, dim=1).indices if experts is None else experts
-    for kind, parts in (("aux_loss", 1), ("seq_aux_loss", logits.shape[0] // positions)):
+    for kind, parts in (("aux_loss", 1), (PER_SAMPLE, logits.shape[0] // positions)):
         coefficient = router.get_aux_loss_coeff(kind)
         if coefficient > 0:
-            loss = coefficient * _imbalance(router, scores, chosen, tokens, parts)
+            loss = coefficient * imbalance(router, logits, tokens, parts, experts)
             weights = _attached(router, weights, loss)
     return weights
 
@@ -79,13 +77,20 @@ def _scores(logits: Tensor, kind: str) -> Tensor:
     return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-def _imbalance(router: Any, scores: Tensor, chosen: Tensor, tokens: Tensor, parts: int) -> Tensor:
+def imbalance(
+    router: Any, logits: Tensor, tokens: Tensor, parts: int, experts: Tensor | None = None
+) -> Tensor:
     """Return the sum over parts of a micro-batch of E sum_i f_i P_i times the tokens of the part;
     token t is of t % parts.
 
     Tensor- and context-parallel ranks have other tokens of the same parts: f is over all of them,
-    and each rank gives its own tokens' part of P.
+    and each rank gives its own tokens' part of P. The experts [t, k] that count are by default
+    those with the best scores.
     """
+    scores = _scores(logits, router.score_function)
+    # Groups and biases change which experts a token goes to. The losses count those with the best
+    # scores, as megatron-core's do.
+    chosen = scores.detach().topk(router.topk, dim=1).indices if experts is None else experts
     number = scores.shape[1]
     topk = chosen.shape[1]
     part = torch.arange(scores.shape[0], device=scores.device) % parts

@@ -4,7 +4,7 @@ micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +52,10 @@ class OutputLayer(ColumnLinear):
 
     soft_cap: float | None = None
     scale: float | None = None
+    tell_losses: Callable[[Tensor], None] | None = None
+    """A function that gets the loss of each token [b, s], without a gradient, its weight and
+    z-loss; None: nobody.
+    """
 
     def _forward_impl(self, *args: Any, **more: Any) -> Tensor:
         """Use megatron-core's product where gradients are on: its loss overwrites the logits."""
@@ -125,6 +129,7 @@ class OutputLayer(ColumnLinear):
                 sequence_parallel=self.sequence_parallel,
                 impl=impl,
             )
+            self.told(losses, labels)
             return losses.view(labels.t().shape).t()
         auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
         # Hidden states are [s, b, h]: labels and weights [b, s] have to follow their order.
@@ -148,9 +153,16 @@ class OutputLayer(ColumnLinear):
             gradient=gradient,
             impl=impl,
         )
+        self.told(found.losses - found.z_losses if auxiliary.z_loss else found.losses, labels)
         if auxiliary:
             return with_auxiliary_outputs(found.total, found.z_losses, found.hits, token_weights)
         return found.total
+
+    def told(self, losses: Tensor, labels: Tensor) -> None:
+        """Tell the losses [t] of the tokens of `labels` [b, s], or losses [b, s]."""
+        if self.tell_losses is not None:
+            by_sample = losses if losses.dim() > 1 else losses.view(labels.t().shape).t()
+            self.tell_losses(by_sample.detach())
 
     def _hits(self, logits: Tensor, labels: Tensor, vocab_size: int | None) -> Tensor:
         """Return whether each of `labels` [b, s] has the largest of `logits` [s, b, v / tp], of ids
@@ -347,7 +359,9 @@ class SummedLosses:
             logits, _ = self.output_layer(hidden, weight)
             if self.temperature != 1:
                 logits = logits / self.temperature
-            return -self.compute_language_model_loss(labels, logits).float()  # type: ignore[no-any-return]
+            losses = self.compute_language_model_loss(labels, logits).float()
+            self.output_layer.told(losses, labels)
+            return -losses  # type: ignore[no-any-return]
         if self.loss == "megatron":
             ranked = labels if auxiliary.accuracy else None
             logits, hits = self.output_layer(
@@ -356,7 +370,9 @@ class SummedLosses:
             if auxiliary:
                 found: Tensor = self._auxiliary_by_megatron(logits, hits, labels, mask, auxiliary)
                 return found
-            return (self.compute_language_model_loss(labels, logits).float() * mask).sum()
+            losses = self.compute_language_model_loss(labels, logits).float()
+            self.output_layer.told(losses, labels)
+            return (losses * mask).sum()
         given = {
             "labels": labels,
             "token_weights": mask,
@@ -412,6 +428,7 @@ class SummedLosses:
                 .t()
             )
         losses = self.compute_language_model_loss(labels, logits).float()
+        self.output_layer.told(losses, labels)
         z_losses = torch.zeros_like(losses)
         if auxiliary.z_loss:
             z_losses = auxiliary.z_loss * (losses + target).square()

@@ -65,6 +65,11 @@ class Hook:
         The device may still work on earlier steps.
         """
 
+    def before_retry(self, context: TrainContext) -> None:
+        """Act before forward and backward of step `context.state.step + 1` run once more, from the
+        same start: their first results are dropped (`resilience.rerun`, `log.on_anomaly`).
+        """
+
     def before_update(self, context: TrainContext) -> None:
         """Act between backward and the update: gradients are added over micro-batches and ranks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtrain.config.schema.run import RunConfig
@@ -15,9 +15,11 @@ from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.readings import Board, Reading
 from mtrain.train.loop.result import StepResult
-from mtrain.train.statistics import experts
 from mtrain.train.statistics.activations import ACTIVATIONS, ActivationStatistics
+from mtrain.train.statistics.attention import ATTENTION, AttentionStatistics
 from mtrain.train.statistics.experts import EXPERTS, ExpertStatistics
+from mtrain.train.statistics.losses import LOSSES, LossStatistics
+from mtrain.train.statistics.part import Part
 from mtrain.train.statistics.table import COLUMNS, Rows, Table
 from mtrain.train.statistics.weights import GRADIENTS, UPDATES, WEIGHTS, WeightStatistics
 from mtrain.world.heartbeat import begin_phase
@@ -40,11 +42,15 @@ class Statistics(Hook):
         run: RunConfig,
         metrics: Metrics,
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, line: None,
+        special: Sequence[int] = (),
     ) -> None:
-        """Give events to `metrics` and, on rank 0, the loads of experts to `see`."""
+        """Give events to `metrics` and, on rank 0, the loads of experts to `see`; the losses of
+        tokens of the ids `special` have a row of their own.
+        """
         self.config = run.log.statistics
         self.metrics = metrics
         self.see = see
+        self.special = special
         self.waiting: deque[tuple[int, float, Reading]] = deque()
 
     def start(self, context: TrainContext) -> None:
@@ -57,12 +63,15 @@ class Statistics(Hook):
             self.activations = ActivationStatistics(context, own.modules)
             rows += self.activations.rows()
         self.table = Table(rows, context.world.torch_device)
-        self.experts: ExpertStatistics | None = None
-        width = self.table.width
+        self.parts: list[Part] = []
+        if LOSSES in own.described:
+            self.parts.append(LossStatistics(context, self.special))
+        if ATTENTION in own.described:
+            self.parts.append(AttentionStatistics(context, own.modules))
         if EXPERTS in own.described and context.run.model.moe is not None:
-            self.experts = ExpertStatistics(context, own.modules)
-            width += self.experts.values.numel()
-        self.board = Board(context.world.device, width)
+            self.parts.append(ExpertStatistics(context, own.modules))
+        more = (part.sums.numel() + part.maxima.numel() for part in self.parts)
+        self.board = Board(context.world.device, self.table.width + sum(more))
 
     def due(self, step: int) -> bool:
         """Return whether a step is described."""
@@ -74,17 +83,26 @@ class Statistics(Hook):
             self.table.clear()
             if self.activations is not None:
                 self.activations.watch(self.table)
-            if self.experts is not None:
-                self.experts.watch()
+            for part in self.parts:
+                part.watch()
+
+    def before_retry(self, context: TrainContext) -> None:
+        """Begin anew: only the last forwards of a step count."""
+        if self.due(context.state.step + 1):
+            self._leave()
+            self.before_step(context)
+
+    def _leave(self) -> None:
+        if self.activations is not None:
+            self.activations.leave()
+        for part in self.parts:
+            part.leave()
 
     def before_update(self, context: TrainContext) -> None:
         """Add weights and gradients, before those are clipped."""
         if self.due(context.state.step + 1):
             begin_phase("statistics")
-            if self.activations is not None:
-                self.activations.leave()
-            if self.experts is not None:
-                self.experts.leave()
+            self._leave()
             scale = loss_scale(context.state.optimizer)
             self.scale = 1.0 if scale is None else scale[0]
             self.weights.before_update(self.table)
@@ -95,7 +113,7 @@ class Statistics(Hook):
         if self.due(step):
             begin_phase("statistics")
             self.weights.after_update(self.table)
-            values = self.table.reduced(None if self.experts is None else self.experts.values)
+            values = self.table.reduced(self.parts)
             if context.world.is_rank0:
                 self.waiting.append((step, self.scale, self.board.copy(values)))
 
@@ -108,14 +126,26 @@ class Statistics(Hook):
             for kind, rows in _finished(found, scale).items():
                 columns = (*COLUMNS, RATIO) if kind == UPDATES and WEIGHTS in found else COLUMNS
                 self.metrics.note(STATISTICS, step, of=kind, columns=columns, rows=rows)
-            if self.experts is not None:
-                routed, lists = self.experts.read(numbers[self.table.width :])
-                rows = _finished(routed, 1.0)[EXPERTS]
-                facts = {"of": EXPERTS, "columns": experts.COLUMNS, "rows": rows}
-                self.metrics.note(STATISTICS, step, **facts, **_finished(lists, 1.0))
-                ranks = zip(*lists.get("rank_loads", {}).values(), strict=True)
-                if "loads" in lists:
-                    self.see(step, {"expert_load": lists["loads"], "rank_load": [*map(sum, ranks)]})
+            at = self.table.width
+            for part in self.parts:
+                middle = at + part.sums.numel()
+                end = middle + part.maxima.numel()
+                for facts in part.events(numbers[at:middle], numbers[middle:end]):
+                    self.metrics.note(STATISTICS, step, **_rounded(facts))
+                    self._see(step, facts)
+                at = end
+
+    def _see(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Tell the loads of experts to whoever raises alerts."""
+        if "loads" in facts:
+            ranks = zip(*facts["rank_loads"].values(), strict=True)
+            self.see(step, {"expert_load": facts["loads"], "rank_load": [*map(sum, ranks)]})
+
+
+def _rounded(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return facts with the numbers of their tables rounded."""
+    tables = {key: value for key, value in facts.items() if isinstance(value, dict)}
+    return facts | _finished(tables, 1.0)
 
 
 def _finished(found: Rows, scale: float) -> Rows:

@@ -10,6 +10,7 @@ import torch
 from mtrain.mcore.state.local_params import unwrap
 from mtrain.models.selection import OUTPUTS, selects
 from mtrain.train.loop.context import TrainContext
+from mtrain.train.statistics.part import Handles, recomputes
 from mtrain.train.statistics.table import Row, Table
 from mtrain.train.statistics.weights import of_all_stages
 from mtrain.train.trace.activations import global_names
@@ -31,7 +32,7 @@ class ActivationStatistics:
             (name, module) for name, module in _outputs(context) if selects(patterns, name)
         ]
         self.names = of_all_stages({name for name, _ in self._watched})
-        self._handles: list[Any] = []
+        self._handles = Handles()
 
     def rows(self) -> list[Row]:
         """Return the rows of a table, the same on every rank."""
@@ -40,18 +41,15 @@ class ActivationStatistics:
     def watch(self, table: Table) -> None:
         """Add the outputs of all forwards to a table, until `leave`."""
         for name, module in self._watched:
-            self._handles.append(module.register_forward_hook(self._hook(table, name)))
+            self._handles.add(module.register_forward_hook(self._hook(table, name)))
 
     def leave(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._handles.remove()
 
     def _hook(self, table: Table, name: str) -> Any:
         def leave(module: Any, args: Any, output: Any) -> None:
-            # A forward within the backward is one that recomputation makes again.
-            if torch._C._current_graph_task_id() != -1:
+            if recomputes():
                 return
             own = self._own(name, output[0] if isinstance(output, tuple) else output)
             if own is not None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from mtrain.train.statistics.part import Part
+
 Row = tuple[str, str]
 """The kind of a tensor, such as `gradients`, and its name."""
 Rows = dict[str, dict[str, list[float]]]
@@ -72,16 +74,22 @@ class Table:
             self._indices[places] = torch.tensor(places).to(self.device, non_blocking=True)
         return self._indices[places]
 
-    def reduced(self, more: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the numbers over all ranks, and behind them the sums of `more`, fp64; each rank
-        calls it.
+    def reduced(self, parts: Sequence[Part] = ()) -> torch.Tensor:
+        """Return the numbers over all ranks, and behind them sums and largest values of each of
+        `parts`, fp64; each rank calls it.
         """
-        own = self._values[:, :_SUMS].flatten()
-        sums = own if more is None else torch.cat([own, more.flatten()])
-        largest = self._values[:, _SUMS].contiguous()
+        own = [self._values[:, :_SUMS], *(part.sums for part in parts)]
+        largest = [self._values[:, _SUMS], *(part.maxima for part in parts)]
+        sums = torch.cat([each.flatten() for each in own])
+        maxima = torch.cat([each.flatten() for each in largest])
         dist.all_reduce(sums)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return torch.cat([sums[: len(own)], largest, sums[len(own) :]])
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        pairs = zip(
+            sums.split([each.numel() for each in own]),
+            maxima.split([each.numel() for each in largest]),
+            strict=True,
+        )
+        return torch.cat([each for pair in pairs for each in pair])
 
     def read(self, numbers: Sequence[float]) -> Rows:
         """Return `COLUMNS` of each row by kind and name, of the numbers that `reduced` returned;

@@ -94,6 +94,7 @@ class Start:
         set_rng_tensors(context.world, self.rng if rng is None else rng)
         for buffer, copy in self.buffers:
             buffer.copy_(copy)
+        context.hooks.call("before_retry", context)
 
 
 @dataclass
