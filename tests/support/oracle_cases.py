@@ -173,6 +173,8 @@ LEFT_ALONE = (
     "launch.",
     "log.",
     "checkpoint.",
+    "resilience.",
+    "rollout.",
     "cluster.",
     "recipe.",
     "trainer.eval",
