@@ -60,6 +60,7 @@ UNFIT_FOR_TP2 |= {
     "skypilot": VOLUMES,
     "kubernetes": [*VOLUMES, "launch.image=registry/mtrain:1"],
     "preference": ["objective=dpo"],
+    "distil": ["objective.teacher=drawn"],
     "prompts": ["objective=grpo", "rewards=[exact]"],
 }
 UNFIT_FOR_TP2["image_text"] = ["model=llava_tiny"]

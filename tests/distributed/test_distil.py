@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,6 +15,7 @@ from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.errors import CorruptData
 from tests.distributed.test_pairs import FEW, LORA, MOE, two_steps
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
@@ -135,6 +137,7 @@ def test_distil_teacher_stays_and_is_read_again(peft: PeftConfig | None, tmp_pat
         from mtrain.ckpt import state as ckpt_state
         from mtrain.train.assemble import assemble, splits_of
         from mtrain.train.loop.step import train_step
+        from mtrain.train.teacher import same_teacher
         from mtrain.world.init import joined
 
         keys = {"teacher": str(tmp_path / "checkpoints/step_00000000")}
@@ -152,6 +155,10 @@ def test_distil_teacher_stays_and_is_read_again(peft: PeftConfig | None, tmp_pat
                 losses.append(train_step(context, stop_requested=False).loss)
                 if first and state.step == 2:
                     ckpt_state.save(tmp_path / "saved", run, world, state, {})
+            facts = ckpt_state.opened(tmp_path / "saved/step_00000002", run, world).state
+            same_teacher(facts, state)
+            with pytest.raises(CorruptData, match="learned from a teacher"):
+                same_teacher(facts, dataclasses.replace(state, teacher_digest="0"))
             optimized = {id(p) for g in state.optimizer.param_groups for p in g["params"]}
             free = all(
                 torch.equal(a, b) and b.grad is None and not hasattr(b, "main_grad")

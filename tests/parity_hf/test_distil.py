@@ -35,7 +35,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 STUDENT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-TEACHER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+TEACHER = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": True,
+}
 HOW: dict[str, tuple[float, float, float, int | None]] = {
     "objective.divergence=forward_kl": (0.0, 1.0, 0.0, None),
     "objective.divergence=reverse_kl objective.temperature=2": (1.0, 2.0, 0.0, None),

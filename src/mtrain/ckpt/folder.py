@@ -46,6 +46,8 @@ FORMAT = 4
 READ = (1, 2, 3, 4)
 STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffer.")
 MODEL = "model/"
+TEACHER = "teacher"
+"""Fact of a manifest: the hash of the teacher that the run learns from."""
 REFERENCE = "reference/"
 """Prefix of the names of the model's own tensors."""
 STREAMS = "by stage, data and context rank"

@@ -65,6 +65,8 @@ class TrainState:
     """Chunks of a frozen copy of the model, as it was when this objective began; empty without."""
     teacher: list[Any] = field(default_factory=list)
     """Chunks of another, frozen model that is imitated; no checkpoint has them."""
+    teacher_digest: str = ""
+    """A hash of the files of that model; empty without."""
     scores: dict[str, torch.Tensor] = field(default_factory=dict)
     """Log-probabilities of answers by that model, by split, fp64; empty where they are computed in
     each step.
@@ -210,6 +212,8 @@ def _facts(
     # Left out where no hook has a state: the files of such a run are those of earlier versions.
     if state.hooks:
         facts["hooks"] = state.hooks
+    if state.teacher_digest:
+        facts[folder.TEACHER] = state.teacher_digest
     if owner:
         facts[local.OWNER] = owner
         env = RankEnv.here()

@@ -53,8 +53,9 @@ def problems(run: RunConfig, origins: Mapping[str, str], *, to_run: bool = True)
     if apart := different_ids(run, teacher, folder):
         return one("MT389", apart, "a teacher with the student's tokenizer")
     wrong = _in_this_layout(run, teacher)
-    if teacher.model.family in ENCODERS:
-        wrong = [f"model.family={teacher.model.family}: it is no decoder of text only"]
+    if teacher.model.family in ENCODERS or teacher.model.head:
+        what = f"model.family={teacher.model.family} model.head={teacher.model.head}"
+        wrong = [f"{what}: it is no decoder that writes text"]
     return [each for why in wrong for each in one("MT391", why, "another layout")]
 
 

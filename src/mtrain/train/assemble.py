@@ -22,7 +22,7 @@ from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.precomputed import prepare
 from mtrain.train.rollouts.feed import RolloutFeed
-from mtrain.train.teacher import build_teacher
+from mtrain.train.teacher import build_teacher, digest_of
 from mtrain.world.init import World
 
 
@@ -72,6 +72,7 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
         begin_reference(state)
     if run.objective.distils:
         state.teacher = build_teacher(run, world, drawn=drawn)
+        state.teacher_digest = digest_of(run)
     train_data = batches(run, world, splits, "train")
     valid_data = None
     # An evaluation would need answers, too.

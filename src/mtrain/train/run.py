@@ -23,6 +23,7 @@ from mtrain.data import Splits, same_data
 from mtrain.errors import BadEnvironment, CorruptData
 from mtrain.models.registry import probed
 from mtrain.plan.count import adapter_parameters, parameters
+from mtrain.plan.teacher import teacher_of
 from mtrain.train.assemble import assemble, named_tokenizer, splits_of
 from mtrain.train.hooks import optional
 from mtrain.train.hooks.alerts import Alerts
@@ -51,6 +52,7 @@ from mtrain.train.loop.interruptions import StopRequest
 from mtrain.train.loop.trainer import Trainer
 from mtrain.train.suspects.rerun import Suspects
 from mtrain.train.suspects.tracing import Tracing
+from mtrain.train.teacher import same_teacher
 from mtrain.world import faults
 from mtrain.world.abandon import track
 from mtrain.world.init import World, joined
@@ -264,6 +266,8 @@ def _resume(context: TrainContext, path: Path, splits: Splits, progress: Progres
         saved = checkpoint.state.get("data")
         if saved is not None and not run.checkpoint.accept_changes:
             same_data(saved, splits.describe())
+        if not run.checkpoint.accept_changes:
+            same_teacher(checkpoint.state, state)
         return ckpt_state.load(checkpoint, context.world, state, seed=run.trainer.seed)
 
     checkpoint, restored = _load(context, path, restore)
@@ -313,6 +317,10 @@ def _introduce(context: TrainContext, splits: Splits, progress: Progress) -> Non
         f" on {units.number_of(world.size, f'{world.device.name} rank')}, {run.precision.words},"
         f" {batch} per step"
     )
+    teacher = teacher_of(run)
+    if teacher is not None:
+        size = units.count(parameters(teacher.model))
+        progress.note(f"teacher {teacher.model.name}: {size} parameters that are frozen")
     for remark in splits.remarks():
         progress.note(remark)
     tokens = splits.describe().get("tokens")

@@ -4,6 +4,8 @@ micro-batches.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,12 @@ import torch
 from mtrain.assembly.model import build_reference
 from mtrain.assembly.weights import initialize
 from mtrain.ckpt import state as ckpt_state
-from mtrain.ckpt.folder import committed
+from mtrain.ckpt.folder import TEACHER, committed
 from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST, user_path
 from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.huggingface.into_model import load_folder
-from mtrain.errors import ConfigError
+from mtrain.errors import ConfigError, CorruptData
 from mtrain.mcore import api as mcore
 from mtrain.mcore.models.distillation import Divergence, Head, Lesson, top_k
 from mtrain.mcore.state.local_params import unwrap
@@ -26,6 +28,8 @@ from mtrain.plan.teacher import FIX, HF_CONFIG, teacher_of
 from mtrain.world.init import World
 
 BETA = {"forward_kl": 0.0, "reverse_kl": 1.0}
+READ = 1 << 20
+"""Bytes of a file of weights that are hashed at each of three places."""
 OTHER_SEED = 1
 """Difference of the seed of a drawn teacher from that of its student."""
 
@@ -114,6 +118,42 @@ def build_teacher(run: RunConfig, world: World, *, drawn: bool = True) -> list[A
             "MT388", "objective.teacher", name, "the run has no checkpoint yet", FIX
         )
     return chunks
+
+
+def digest_of(run: RunConfig) -> str:
+    """Return a hash of the teacher's files: of a checkpoint its manifest, which has the hashes of
+    all tensors; of a Hugging Face folder the configuration, and size, head, middle and end of each
+    file of weights. Empty if its weights are drawn.
+    """
+    if run.objective.draws or run.objective.teacher is None:
+        return ""
+    folder = Path(user_path(run.objective.teacher))
+    checkpoint = checkpoint_of(folder)
+    files = [folder / HF_CONFIG, *sorted(folder.glob("*.safetensors"))]
+    found = hashlib.sha256()
+    for file in files if checkpoint is None else [checkpoint / MANIFEST]:
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            for place in (0, size // 2, max(0, size - READ)):
+                opened.seek(place)
+                found.update(opened.read(READ if checkpoint is None else size))
+    return found.hexdigest()
+
+
+def same_teacher(facts: Mapping[str, Any], state: ckpt_state.TrainState) -> None:
+    """Require the teacher of a checkpoint with these facts.
+
+    Raises:
+        CorruptData: it was another one.
+    """
+    before = facts.get(TEACHER)
+    if before is not None and before != state.teacher_digest:
+        raise CorruptData(
+            f"the run learned from a teacher whose files have the hash {before[:12]}, and those of"
+            f" objective.teacher have {state.teacher_digest[:12] or 'none'}",
+            "name the files of that teacher, or set checkpoint.accept_changes=true",
+        )
 
 
 def checkpoint_of(folder: Path) -> Path | None:

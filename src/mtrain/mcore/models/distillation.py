@@ -122,7 +122,9 @@ def distil(
     `labels` and `token_weights` [t]. Ids from `vocab_size` on have no probability in either model.
     Gradients are made in the forward, as in `linear_cross_entropy`.
     """
+    grad = torch.is_grad_enabled()
     found: Tensor = _Distilled.apply(
+        (grad and hidden.requires_grad, grad and weight.requires_grad),
         hidden,
         weight,
         labels,
@@ -175,6 +177,7 @@ class _Distilled(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        needs: tuple[bool, bool],
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -185,7 +188,6 @@ class _Distilled(torch.autograd.Function):
         vocabulary: Vocabulary,
         sequence_parallel: bool,
     ) -> Tensor:
-        needs = ctx.needs_input_grad[:2]
         rows = vocabulary.gather(hidden) if sequence_parallel else hidden
         first, real = _columns(weight, vocabulary, vocab_size)
         student = Head(weight, soft_cap=soft_cap)
@@ -238,6 +240,7 @@ class _Distilled(torch.autograd.Function):
         ctx.made = None
         factor = dsums[0]
         return (
+            None,
             None if dhidden is None else dhidden.mul_(factor),
             None if dweight is None else dweight.mul_(factor).to(ctx.dtype),
             *[None] * 7,

@@ -39,7 +39,7 @@ HOW = {
     "ep": "tokens to their experts and back, and waiting for counts",
     "pp": "activations to the next stage and gradients back",
     "bubble": "the slowest stage waits while the pipeline fills and drains",
-    "reference": "forwards of the model that answers are compared with, and of further answers",
+    "reference": "forwards of a teacher or a reference, and of further answers",
     "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
     "optimizer": (
         "the update: its state read and written, and what is made of whole matrices (muon, soap)"

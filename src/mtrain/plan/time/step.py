@@ -18,6 +18,7 @@ from mtrain.models.registry import family_of
 from mtrain.plan.count import flops_of_token
 from mtrain.plan.rank import stage_kind
 from mtrain.plan.states import Matrix, matrices_of, stage_weights
+from mtrain.plan.teacher import teacher_of
 from mtrain.plan.time.device import MICRO, Device, device_of, missing
 from mtrain.plan.time.efficiencies import Efficiencies, reached_by
 from mtrain.plan.time.host import Span, queued, there_and_back, waiting
@@ -197,6 +198,11 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     parts |= {name: value / reached.speed for name, value in ends.items()}
     # No gradient is sent meanwhile, so the time hides nothing.
     parts["reference"] = further_forwards(run) * _forward(work, times, number, device, reached)
+    teacher = teacher_of(run)
+    if teacher is not None:
+        other = step_work(teacher)
+        each = [sum(micro_batch(other, stage, device, reached).values()) for stage in other.stages]
+        parts["reference"] += _forward(other, each, number, device, reached)
     parts["host"] += _begun(work, work.stages[slowest], device, reached)
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / p.ranks / seconds

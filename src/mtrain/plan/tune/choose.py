@@ -212,7 +212,7 @@ PARTS = {
     "ep": "expert-parallel communication",
     "pp": "sends between stages",
     "bubble": "the pipeline bubble",
-    "reference": "forwards of the reference",
+    "reference": "forwards of a reference or teacher",
     "dp": "data-parallel communication",
     "optimizer": "the optimizer",
     "offload": "the optimizer in host memory",
