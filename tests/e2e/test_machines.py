@@ -36,22 +36,23 @@ FAULTS = {
 class Machines:
     """The launchers of a run, which end with the test."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, count: int = 2) -> None:
         self.home = home
+        self.count = count
         self.port = str(free_port())
         self.all: list[Launched] = []
 
     def start(self, number: int, *words: str, patch: Callable[[], None] | None = None) -> Launched:
         """Start the launcher of a machine."""
-        place = {"MTRAIN_MACHINE": str(number), "MTRAIN_MACHINES": "2"}
+        place = {"MTRAIN_MACHINE": str(number), "MTRAIN_MACHINES": str(self.count)}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
         launched = Launched(*words, cwd=self.home, environment=place, patch=patch)
         self.all.append(launched)
         return launched
 
-    def both(self, *words: str, patch: Callable[[], None] | None = None) -> list[Launched]:
-        """Start both launchers."""
-        return [self.start(number, *words, patch=patch) for number in range(2)]
+    def every(self, *words: str, patch: Callable[[], None] | None = None) -> list[Launched]:
+        """Start the launchers of all machines."""
+        return [self.start(number, *words, patch=patch) for number in range(self.count)]
 
     @property
     def run(self) -> Path:
@@ -110,7 +111,7 @@ def test_machines_restarted_run_ends_bitwise(
     if fault.startswith("hang"):
         soft_s = 1.5 * slowness()
         words += [f"trainer.soft_timeout_s={soft_s}", f"trainer.timeout_s={2 * soft_s}"]
-    started = machines.both(*words)
+    started = machines.every(*words)
     assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
     (noted,) = machines.restarts()
     assert noted["error"].startswith(FAULTS[fault])
@@ -131,7 +132,7 @@ def test_machines_executed_ranks_end_bitwise(
     machines: Machines, undisturbed: dict[str, Any]
 ) -> None:
     words = [*TO_THE_END, "--restarts", "1", "--inject", "kill@4:1"]
-    started = machines.both(*words, patch=_executing)
+    started = machines.every(*words, patch=_executing)
     assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
     assert len(machines.restarts()) == 1
     assert machines.result() == undisturbed
@@ -144,7 +145,7 @@ def test_machines_executed_ranks_end_bitwise(
 def test_machines_stop_restarting_where_it_is_futile(
     fault: str, code: int, restarts: int, machines: Machines
 ) -> None:
-    started = machines.both(*TO_THE_END, "--restarts", "9", "--inject", fault)
+    started = machines.every(*TO_THE_END, "--restarts", "9", "--inject", fault)
     assert [one.wait() for one in started] == [code, code], [one.said for one in started]
     assert len(machines.restarts()) == restarts
     assert "rank 1" in started[1].said
@@ -207,7 +208,7 @@ def test_machines_restart_from_local_parts_ends_bitwise(
         if lost == "a disk":
             _losing_disk()
 
-    started = machines.both(*words, patch=patch)
+    started = machines.every(*words, patch=patch)
     assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
     (noted,) = machines.restarts()
     if lost == "a disk":
@@ -253,7 +254,7 @@ def _losing(machines: Machines, lost: int) -> list[Launched]:
     a machine, and delete all that it held.
     """
     held = machines.home / "held"
-    started = machines.both(*REPLICATED, "--inject", "hang@6:1", patch=_holding(held))
+    started = machines.every(*REPLICATED, "--inject", "hang@6:1", patch=_holding(held))
     local = machines.home / "local"
     wait_for(held.exists)
     wait_for(lambda: len(list(local.glob("*/replica_*/step_00000005"))) == 2)
@@ -284,11 +285,89 @@ def test_machines_new_first_machine_gets_its_part_back(
     machines: Machines, undisturbed: dict[str, Any]
 ) -> None:
     assert _losing(machines, 0)[1].wait(30) == 5
-    started = machines.both(*REPLICATED, "checkpoint.resume=latest")
+    started = machines.every(*REPLICATED, "checkpoint.resume=latest")
     assert [one.wait() for one in started] == [0, 0], [one.said for one in started]
     assert "machine 0 lacks its part of local step 5: copied from machine 1 (" in started[0].said
     assert machines.result() == undisturbed
     assert list((machines.home / "local").iterdir()) == []
+
+
+THIRDS = (
+    *(word for word in TO_THE_END if not word.startswith("parallel")),
+    "parallel=dp3",
+    "trainer.global_batch_size=6",
+)
+
+
+@pytest.mark.full
+def test_machines_two_of_three_lost_get_their_parts_back(tmp_path: Path) -> None:
+    whole = Machines(tmp_path / "whole")
+    whole.home.mkdir()
+    assert mtrain(*THIRDS, cwd=whole.home).returncode == 0
+    machines = Machines(tmp_path / "three", 3)
+    machines.home.mkdir()
+    replicated = (*THIRDS, *REPLICATED[len(TO_THE_END) :])
+    words = [word.replace("=2", "=3") if "nodes" in word else word for word in replicated]
+    words[words.index("checkpoint.local_replicas=1")] = "checkpoint.local_replicas=2"
+    held = machines.home / "held"
+    try:
+        started = machines.every(*words, "--inject", "hang@6:1", patch=_holding(held))
+        wait_for(held.exists)
+        local = machines.home / "local"
+        wait_for(lambda: len(list(local.glob("*/replica_*/step_00000005"))) == 6)
+        for lost in (1, 2):
+            os.kill(started[lost].pid, signal.SIGKILL)
+            mine = local.glob(f"*/checkpoints_{lost}")
+            for one in [*mine, *local.glob(f"*/replica_*_on_{lost}")]:
+                shutil.rmtree(one)
+        for lost in (1, 2):
+            started[lost] = machines.start(lost, *words, "--inject", "hang@6:1")
+        assert [one.wait() for one in started] == [0, 0, 0], [one.said for one in started]
+        (noted,) = machines.restarts()
+        assert noted["steps_lost"] == 0
+        for lost in (1, 2):
+            text = f"machine {lost} lacks its part of local step 5: copied from machine"
+            assert text in started[0].said
+        assert machines.result() == whole.result()
+        assert list(local.iterdir()) == []
+    finally:
+        for one in machines.all:
+            one.kill()
+
+
+@pytest.mark.full
+def test_machines_killed_replication_goes_on_in_the_run(machines: Machines) -> None:
+    words = [
+        word for word in REPLICATED if not word.startswith(("trainer.train", "checkpoint.sav"))
+    ]
+    words += ["trainer.train_iters=100000", "checkpoint.save_interval=100000"]
+    started = machines.every(*words)
+    local = machines.home / "local"
+
+    def newest() -> list[int]:
+        """Return the newest step of each machine's copy of the other's part."""
+        steps: dict[str, int] = {}
+        for path in local.glob("*/replica_*/step_*"):
+            own = steps.setdefault(path.parent.name, 0)
+            steps[path.parent.name] = max(own, int(path.name.removeprefix("step_")))
+        return sorted(steps.values())
+
+    wait_for(lambda: len(newest()) == 2)
+    killed = 0
+    for launcher in started:
+        for child in psutil.Process(launcher.pid).children(recursive=True):
+            # It works in a child of its own, which another one follows.
+            if "mtrain.ckpt.replication.process" in child.cmdline() and not child.children():
+                child.kill()
+                killed += 1
+    before = newest()
+    assert killed == 2
+    wait_for(lambda: len(newest()) == 2 and newest()[0] > before[-1] + 1)
+    os.kill(started[0].pid, signal.SIGTERM)
+    assert [one.wait() for one in started] == [75, 75], [one.said for one in started]
+    for one in started:
+        said = "the process that copies local checkpoints ended with SIGKILL; another goes on"
+        assert one.said.count(said) == 1
 
 
 def _stepping(machines: Machines, started: list[Launched], steps: int = 3) -> None:
@@ -302,7 +381,7 @@ def _stepping(machines: Machines, started: list[Launched], steps: int = 3) -> No
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_machines_lost_launcher_is_named_by_the_other(lost: int, machines: Machines) -> None:
-    started = machines.both(*ENDLESS)
+    started = machines.every(*ENDLESS)
     _stepping(machines, started)
     ranks = [rank for one in started for rank in one.ranks()]
     assert len(ranks) == 2
@@ -321,7 +400,7 @@ def test_machines_replaced_launcher_joins_the_next_attempt(
 ) -> None:
     held = machines.home / "held"
     words = [*TO_THE_END, "--restarts", "1"]
-    started = machines.both(*words, "--inject", "hang@4:1", patch=_holding(held))
+    started = machines.every(*words, "--inject", "hang@4:1", patch=_holding(held))
     wait_for(held.exists)
     os.kill(started[1].pid, signal.SIGKILL)
     again = machines.start(1, *words, "--inject", "hang@4:1")
@@ -334,7 +413,7 @@ def test_machines_replaced_launcher_joins_the_next_attempt(
 
 @pytest.mark.full
 def test_machines_lost_launcher_without_successor_ends_run(machines: Machines) -> None:
-    started = machines.both(*ENDLESS, "--restarts", "1", "trainer.join_timeout_s=2")
+    started = machines.every(*ENDLESS, "--restarts", "1", "trainer.join_timeout_s=2")
     _stepping(machines, started)
     os.kill(started[1].pid, signal.SIGKILL)
     assert started[0].wait(60) == 5, started[0].said
@@ -343,7 +422,7 @@ def test_machines_lost_launcher_without_successor_ends_run(machines: Machines) -
 
 @pytest.mark.full
 def test_machines_stop_of_one_saves_and_ends_both(machines: Machines) -> None:
-    started = machines.both(*ENDLESS, "--restarts", "1")
+    started = machines.every(*ENDLESS, "--restarts", "1")
     _stepping(machines, started)
     os.kill(started[1].pid, signal.SIGTERM)
     assert [one.wait(60) for one in started] == [75, 75], [one.said for one in started]
