@@ -30,7 +30,7 @@ from tests.support.runs import tiny_run, whole_tensors
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"policy_loss": "grpo", "kl_coef": 0.1},
     "dr_grpo": {"policy_loss": "dr_grpo"},
-    "gspo": {"policy_loss": "gspo"},
+    "gspo": {"policy_loss": "gspo", "importance": "sequence_masked", "importance_cap": 1e9},
     "rloo": {"kl_coef": 0.1},
 }
 
