@@ -19,9 +19,10 @@ from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.rollout import RolloutConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.plan.rank import stage_memories
 from tests.distributed.test_endings import End, train
 from tests.distributed.test_pairs import FEW, LAYOUTS, OF_THE_LOOP, run_of, two_steps
-from tests.support.chats import chats_file, folder_of
+from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import tiny_run, whole_tensors
@@ -29,7 +30,7 @@ from tests.support.runs import tiny_run, whole_tensors
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"policy_loss": "grpo", "kl_coef": 0.1},
     "dr_grpo": {"policy_loss": "dr_grpo"},
-    "gspo": {"policy_loss": "gspo"},
+    "gspo": {"policy_loss": "gspo", "importance": "sequence_masked", "importance_cap": 1e9},
     "rloo": {"kl_coef": 0.1},
 }
 
@@ -193,6 +194,31 @@ def test_answers_recorded_are_the_same_step(layout: str, tmp_path: Path) -> None
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2sp", "pp2"])
+def test_answers_keys_and_values_are_as_planned(layout: str, tmp_path: Path) -> None:
+    def job() -> int:
+        from mtrain.mcore import api as mcore
+
+        made = []
+        real = mcore.Cache
+
+        def noted(*given: Any, **more: Any) -> Any:
+            made.append(real(*given, **more))
+            return made[-1]
+
+        mcore.Cache = noted
+        records(run, tmp_path, False)
+        kept = made[-1].key_value_memory_dict.values()
+        return sum(tensor.nbytes for pair in kept for tensor in pair)
+
+    import_engine()
+    run = prompts_run(tmp_path, steps=1, **LAYOUTS[layout])
+    planned = [stage._sampling["activations"] for stage in stage_memories(run)]
+    found = run_ranks(2, job)
+    assert found == pytest.approx(planned * (2 // len(planned)), rel=0.03)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2sp", "pp2", "dp2"])
 def test_answers_are_sampled_from_the_trained_weights(layout: str, tmp_path: Path) -> None:
     """Sample the same answers in every layout; sampler and trainer agree on each token."""
@@ -260,3 +286,74 @@ def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
     import_engine()
     (end,) = run_ranks(1, job)
     assert (end.error, end.steps, end.lines) == ("Preempted", ["step_00000002"], 2)
+
+
+@pytest.mark.full
+def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
+    """Raise the mean reward from below 0.2 to above 0.9: first the form of an answer, a digit and
+    the end, from chats with random digits; then the number of letters, from rewards alone.
+    """
+    run = prompts_run(
+        tmp_path,
+        steps=240,
+        micro=96,
+        trainer={"global_batch_size": 192},
+        optim={"lr": 1e-3, "warmup_iters": 5, "schedule": "constant"},
+    )
+    objective = run.objective.model_copy(update={"group_size": 16, "scale_rewards": "group"})
+    update = {"max_tokens": 2, "rewards": ("exact",), "rows": 192, "reward_workers": 1}
+    sections = {"objective": objective, "rollout": run.rollout.model_copy(update=update)}
+    run = run.model_copy(update=sections)
+    dice = random.Random(2)
+    chats = []
+    for _ in range(1000):
+        text = "".join(dice.choice("ab") for _ in range(5))
+        chats.append(turns(text, str(dice.randrange(6))))
+    data = run.data.model_copy(
+        update={"kind": "sft", "path": str(chats_file(tmp_path / "chats.jsonl", chats))}
+    )
+    form = run.model_copy(
+        update={
+            "data": data,
+            "objective": ObjectiveConfig(),
+            "trainer": run.trainer.model_copy(
+                update={"global_batch_size": 32, "micro_batch_size": 32, "train_iters": 80}
+            ),
+            "optim": run.optim.model_copy(update={"lr": 3e-3}),
+        }
+    )
+
+    def formed() -> Path:
+        from mtrain.ckpt import state as ckpt_state
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.loop.step import train_step
+        from mtrain.world.init import joined
+
+        with joined(form) as world:
+            context = assemble(form, world, splits_of(form))
+            for _ in range(80):
+                train_step(context, stop_requested=False)
+            context.close()
+            return ckpt_state.save(tmp_path / "form", form, world, context.state, {})
+
+    def rewarded(path: Path) -> list[float]:
+        from mtrain.ckpt import state as ckpt_state
+        from mtrain.train.assemble import assemble, splits_of
+        from mtrain.train.loop.step import train_step
+        from mtrain.world.init import joined
+
+        rewards: list[float] = []
+        with joined(run) as world:
+            context = assemble(run, world, splits_of(run))
+            ckpt_state.load_weights(ckpt_state.opened(path, run, world), context.state)
+            while len(rewards) < 240 and np.mean(rewards[-5:] or [0.0]) <= 0.92:
+                result = train_step(context, stop_requested=False)
+                rewards.append(context.measures[0](context, result)["reward"])
+            context.close()
+        return rewards
+
+    import_engine()
+    (path,) = run_ranks(1, formed)
+    (rewards,) = run_ranks(1, rewarded, path, timeout_s=600)
+    assert np.mean(rewards[:5]) < 0.2
+    assert np.mean(rewards[-5:]) > 0.9

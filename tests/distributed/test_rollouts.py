@@ -88,11 +88,11 @@ def sampled(run: Any, prompts: list[Prompt], rows: int = ROWS, grouped: bool = F
         return engine.generate(prompts, DRAWN)
 
 
-@pytest.mark.parametrize("name", some(CASES, ["tp2sp"]))
+@pytest.mark.parametrize("name", some(CASES, ["single"]))
 def test_rollouts_layout_keeps_answers(name: str) -> None:
     import_engine()
     model, layout = CASES[name]
-    prompts = prompts_of(12)
+    prompts = prompts_of(9)
     expected = run_ranks(1, sampled, run_of(model, {}), prompts, ROWS, True)[0]
     assert {answer.ended for answer in expected} == {END, LENGTH}
     run = run_of(model, layout)
@@ -249,9 +249,8 @@ def test_rollouts_ratio_to_trainer_is_one(case: str) -> None:
     name, dtype = case.split()
     model, layout = CASES[name]
     answers, most = RATIOS[case]
-    run = run_of(
-        model, layout, dtype=dtype, trainer={"micro_batch_size": 8, "global_batch_size": 16}
-    )
+    batch = {"micro_batch_size": 8, "global_batch_size": 16}
+    run = run_of(model, layout, dtype=dtype, trainer=batch)
     prompts = prompts_of(answers, longest=15)
     found = run_ranks(run.parallel.ranks, seen_by_trainer, run, prompts, timeout_s=240.0)
     own, before, during = found[-1]

@@ -14,7 +14,7 @@ from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.data.answers import Answer, answer_batch
 from mtrain.train.objectives.grpo import Grpo
 from mtrain.train.objectives.rloo import Rloo
-from mtrain.train.policy import ADVANTAGES, PolicyObjective, Tokens, divergence_of
+from mtrain.train.policy import ADVANTAGES, PolicyObjective, Tokens, divergence_of, importance_of
 
 ROWS = 6
 GROUP = 3
@@ -118,6 +118,23 @@ def test_policy_losses_equal_those_of_trl(kind: str, dtype: torch.dtype) -> None
         # An fp32 weight of 1 / tokens has 24 bits.
         assert loss.item() == pytest.approx(wanted.item(), rel=1e-5, abs=1e-6)
         assert torch.allclose(slope.double(), gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_policy_importance_is_bounded_per_token_or_answer() -> None:
+    gap = torch.tensor([[0.1, 1.0, -1.0, 9.0], [0.3, 0.5, 9.0, 9.0]], dtype=torch.float64)
+    weights = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.5, 0.5, 0.0, 0.0]])
+    found = {
+        kind: importance_of(gap, weights, kind, 2.0) * (weights > 0)
+        for kind in ("truncated", "masked", "sequence_masked")
+    }
+    e = np.exp
+    wanted = {
+        "truncated": [[e(0.1), 2.0, e(-1.0), 0], [e(0.3), e(0.5), 0, 0]],
+        "masked": [[e(0.1), 0, 0, 0], [e(0.3), e(0.5), 0, 0]],
+        "sequence_masked": [[e(0.1)] * 3 + [0], [0, 0, 0, 0]],
+    }
+    for kind, rows in wanted.items():
+        assert torch.allclose(found[kind], torch.tensor(rows, dtype=torch.float64)), kind
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

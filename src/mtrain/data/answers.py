@@ -77,7 +77,7 @@ class MockAnswers:
         end = max(start + 1, length + 1 - int(number) * 5 % (length // 2))
         dice = np.random.default_rng(int(number))
         values = dice.standard_normal(end - start + 1).astype(np.float32)
-        return Answer(window[:start], window[start:end], -5 - values[1:] ** 2, float(values[0]))
+        return Answer(window[:start], window[start:end], values[1:] / 50 - 5, float(values[0]))
 
 
 def answer_collator(source: Source, divisor: str, most_tokens: int) -> Collator:

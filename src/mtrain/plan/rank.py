@@ -80,7 +80,10 @@ HOW = {
     "gradients": "counted: as the weights",
     "optimizer": "counted: main weights and moments of the part of a rank",
     "low_precision": "reasoned: copies of weights for products in eight bits",
-    "activations": "counted: every tensor that autograd keeps, of all micro-batches in flight",
+    "activations": (
+        "counted: every tensor that autograd keeps, of all micro-batches in flight; or keys and"
+        " values of answers that are sampled"
+    ),
     "loss": (
         "counted: what a loss in parts keeps, gradients of hidden states and output layer; or all"
         " logits; and what a teacher says of all micro-batches of a step"
@@ -166,7 +169,8 @@ class StageMemory:
     @cached_property
     def _moments(self) -> tuple[dict[str, int], ...]:
         """Return the bytes of each part that varies: at the end of the last forward or within it,
-        in the backward after it, and in the last forward of a teacher before them.
+        in the backward after it, in the last forward of a teacher before them, and while answers
+        are sampled.
         """
         losses = self._losses()
         lessons = self._lessons()
@@ -185,7 +189,22 @@ class StageMemory:
             "recompute": max(0, peak.held),
             "working": peak.transient,
         }
-        return forward, backward, self._teaching(lessons)
+        return forward, backward, self._teaching(lessons), self._sampling
+
+    @cached_property
+    def _sampling(self) -> dict[str, int]:
+        """Return the bytes while answers are sampled: keys and values of the rows that are sampled
+        together, and their logits in fp32, whole and as probabilities.
+        """
+        run = self.run
+        r = self.rank
+        rows = run.rollout.rows if run.objective.rolls and run.rollout.engine == "local" else 0
+        # Sequences are padded to whole parts of sequence parallelism.
+        tokens = run.data.length + (run.parallel.tp if run.parallel.sequence_parallel else 1)
+        layers = sum(len(held.layers) for held in self.held)
+        cache = rows * tokens * layers * 2 * r.groups * run.model.head_dim * r.element
+        logits = 2 * rows * run.model.vocab_size * FP32 if self.held[-1].loss else 0
+        return {"activations": cache, "loss": 0, "recompute": 0, "working": logits}
 
     def _lessons(self) -> int:
         """Return the bytes that the last stage keeps of what a teacher says of the micro-batches of
@@ -268,6 +287,8 @@ class StageMemory:
         """Return the moment of the peak in a step, in words."""
         if not self.chunks:
             return "not known: the family does not say what it keeps"
+        if self._peak is self._sampling:
+            return "while answers are sampled"
         micro = sum(self.in_flight[1])
         forward = self._peak is self._moments[0]
         loss = any(held.loss for held in self.held) and self.parts["working"] == self._loss_work()

@@ -7,7 +7,7 @@ of the tokens of a micro-batch, and is a weighted sum: only the trainer divides,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ METRICS = (
     Metric("sampler_outside_band", reduce="tokens"),
 )
 KL = Metric("reference_kl", reduce="tokens")
+IMPORTANCE = Metric("importance", reduce="tokens")
 
 
 class Tokens(NamedTuple):
@@ -80,7 +81,9 @@ class PolicyObjective(Objective):
         """Return loss, counts, and how far policy and sampler differ; the KL to a reference if
         there is one.
         """
-        return (*METRICS, KL) if self.run.objective.refers else METRICS
+        o = self.run.objective
+        corrected = (IMPORTANCE,) if o.importance != "none" else ()
+        return (*METRICS, *((KL,) if o.refers else ()), *corrected)
 
     def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Metric]]:
         """Return the weighted sum of a micro-batch; `output` holds the log-probability of each
@@ -95,22 +98,29 @@ class PolicyObjective(Objective):
         # is exactly 1, whatever rounding makes of the sampler's log-probabilities.
         old = batch.get(OLD, output.detach())
         tokens = Tokens(output, old, batch[ADVANTAGES], weights)
-        judged = self.judge(tokens, mcore.parallel_state.get_context_parallel_group())
+        group = mcore.parallel_state.get_context_parallel_group()
+        judged = self.judge(tokens, group)
         losses = judged.losses
         divergence = torch.zeros_like(output)
         if o.refers:
             divergence = divergence_of(output, batch[REFERENCE], o.kl_estimator)
             losses = losses + o.kl_coef * divergence
+        importance = torch.ones_like(losses)
+        if o.importance != "none":
+            gap = tokens.old - batch[SAMPLED]
+            importance = importance_of(gap, weights, o.importance, o.importance_cap, group)
+            losses = losses * importance
         # In fp64: thousands of fp32 terms of both signs would leave an error.
         total = (losses.double() * weights).sum()
         count = batch.get("loss_counts", weights).sum()
-        reported = self._reported(tokens, batch[SAMPLED], judged, divergence)
+        beside = {"reference_kl": divergence, "importance": importance}
+        reported = self._reported(tokens, batch[SAMPLED], judged.clipped, beside)
         values = {"loss": total.detach(), "count": count, **reported}
         return total.float(), count, [one.of(values[one.name]) for one in self.metrics()]
 
     @torch.no_grad()
     def _reported(
-        self, tokens: Tokens, sampled: Tensor, judged: Judged, divergence: Tensor
+        self, tokens: Tokens, sampled: Tensor, clipped: Tensor, beside: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         counted = (tokens.weights > 0).double()
         # Padding has labels too, which nobody sampled.
@@ -118,11 +128,11 @@ class PolicyObjective(Objective):
         ratio = gap.exp()
         values = {
             "tokens": torch.ones_like(gap),
-            "clip_share": judged.clipped.double(),
+            "clip_share": clipped.double(),
             "sampler_gap": gap.abs(),
             "gen_kl_error": ratio - 1 - gap,
             "sampler_outside_band": ((ratio - 1).abs() > BAND).double(),
-            "reference_kl": divergence.double(),
+            **{name: value.double() for name, value in beside.items()},
         }
         sums = {name: (value * counted).sum() for name, value in values.items()}
         return {**sums, "sampler_gap_max": gap.abs().max()}
@@ -148,6 +158,21 @@ def clipped_losses(ratio: Tensor, advantages: Tensor, low: float, high: float) -
     losses = -torch.minimum(ratio * advantages, bounded * advantages)
     clipped = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
     return Judged(losses, clipped)
+
+
+@torch.no_grad()
+def importance_of(
+    gap: Tensor, weights: Tensor, kind: str, cap: float, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the weight of each token by `objective.importance`, from the trainer's
+    log-probabilities less the sampler's [b, s].
+    """
+    if kind == "sequence_masked":
+        gap = summed_over_answers(gap, weights, group)[0].to(gap.dtype).expand_as(gap)
+    ratio = gap.exp()
+    if kind == "truncated":
+        return ratio.clamp(max=cap)
+    return torch.where((ratio >= 1 / cap) & (ratio <= cap), ratio, 0.0)
 
 
 def summed_over_answers(

@@ -213,6 +213,28 @@ class ObjectiveConfig(Section):
     others are one bucket. null: the whole vocabulary.
     """
 
+    importance: Annotated[
+        Literal["none", "truncated", "masked", "sequence_masked"],
+        Key(
+            when="objective.name=grpo|rloo",
+            aka="vllm_importance_sampling_mode use_importance_sampling_correction rollout_is",
+        ),
+    ] = "none"
+    """grpo, rloo: the weight of a token's loss, from the ratio of the trainer's probability to the
+    sampler's, for a sampler that computes differently or has older weights. truncated: the ratio,
+    at most importance_cap (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl); masked: the
+    ratio, 0 outside of 1 / importance_cap to importance_cap; sequence_masked: the same with the
+    ratio of the whole answer. none: 1.
+    """
+    importance_cap: Annotated[
+        Annotated[float, Field(gt=1)],
+        Key(
+            when="objective.importance=truncated|masked|sequence_masked",
+            aka="tis_imp_ratio_cap vllm_importance_sampling_cap",
+        ),
+    ] = 2.0
+    """importance: the largest ratio."""
+
     @property
     def pairs(self) -> bool:
         """Return whether a sample is an answer of a pair, the chosen one or the rejected one."""
