@@ -25,9 +25,10 @@ from mtrain_kernels.linear_cross_entropy.chunks import chunk_rows
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_LOGITS = {"cpu": 1 << 20}
-GPU_CHUNK_LOGITS = 1 << 25
-"""Logits of one model that exist at a time, in fp32: a chunk takes `ARRAYS` times as many."""
+SMALLER = 4
+"""The share of a chunk of `linear_cross_entropy` that is done at a time: a chunk holds the logits
+of two models and what is made of them, `ARRAYS` arrays in fp32.
+"""
 ARRAYS = 8
 
 
@@ -86,7 +87,7 @@ class Lesson:
     head: Head | None = None
     top: TopK | None = None
     chunk: int = 0
-    """Tokens done at a time; 0: as many as `CHUNK_LOGITS` allow."""
+    """Tokens done at a time; 0: as `SMALLER` says."""
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -343,8 +344,9 @@ def _of_ranks(x: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def _rows(chunk: int, rows: Tensor, weight: Tensor) -> int:
-    elements = CHUNK_LOGITS.get(rows.device.type, GPU_CHUNK_LOGITS)
-    return chunk_rows(chunk, len(rows), weight.shape[0], rows.device, elements)
+    if chunk:
+        return chunk
+    return max(1, chunk_rows(0, len(rows), weight.shape[0], rows.device) // SMALLER)
 
 
 def _wide_product(x: Tensor, weight: Tensor) -> Tensor:

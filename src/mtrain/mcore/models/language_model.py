@@ -52,7 +52,7 @@ class OutputLayer(ColumnLinear):
 
     soft_cap: float | None = None
     scale: float | None = None
-    tell_losses: Callable[[Tensor], None] | None = None
+    on_losses: Callable[[Tensor], None] | None = None
     """A function that gets the loss of each token [b, s], without a gradient, its weight and
     z-loss; None: nobody.
     """
@@ -114,23 +114,7 @@ class OutputLayer(ColumnLinear):
                 sequence_parallel=self.sequence_parallel,
             )
         if per_token:
-            cap = self.soft_cap
-            if temperature != 1:
-                # Logits are linear in their operand, and a cap comes before the division.
-                hidden = hidden / temperature
-                cap = None if cap is None else cap / temperature
-            losses = token_cross_entropy(
-                hidden,
-                weight,
-                labels.t().flatten(),
-                vocab_size=vocab_size,
-                soft_cap=cap,
-                group=group,
-                sequence_parallel=self.sequence_parallel,
-                impl=impl,
-            )
-            self.told(losses, labels)
-            return losses.view(labels.t().shape).t()
+            return self._token_losses(hidden, weight, labels, vocab_size, temperature, impl)
         auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
         # Hidden states are [s, b, h]: labels and weights [b, s] have to follow their order.
         token_weights = token_weights.t().flatten()
@@ -153,16 +137,44 @@ class OutputLayer(ColumnLinear):
             gradient=gradient,
             impl=impl,
         )
-        self.told(found.losses - found.z_losses if auxiliary.z_loss else found.losses, labels)
+        self.report_losses(found.losses - found.z_losses if auxiliary.z_loss else found.losses, labels)
         if auxiliary:
             return with_auxiliary_outputs(found.total, found.z_losses, found.hits, token_weights)
         return found.total
 
-    def told(self, losses: Tensor, labels: Tensor) -> None:
-        """Tell the losses [t] of the tokens of `labels` [b, s], or losses [b, s]."""
-        if self.tell_losses is not None:
+    def _token_losses(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int | None,
+        temperature: float,
+        impl: str,
+    ) -> Tensor:
+        """Return the loss of each token [b, s], of logits divided by `temperature`."""
+        cap = self.soft_cap
+        if temperature != 1:
+            # Logits are linear in their operand, and a cap comes before the division.
+            hidden = hidden / temperature
+            cap = None if cap is None else cap / temperature
+        losses = token_cross_entropy(
+            hidden,
+            weight,
+            labels.t().flatten(),
+            vocab_size=vocab_size,
+            soft_cap=cap,
+            group=self.tp_group if self.tp_group.size() > 1 else None,
+            sequence_parallel=self.sequence_parallel,
+            impl=impl,
+        )
+        self.report_losses(losses, labels)
+        return losses.view(labels.t().shape).t()
+
+    def report_losses(self, losses: Tensor, labels: Tensor) -> None:
+        """Report the losses [t] of the tokens of `labels` [b, s], or losses [b, s]."""
+        if self.on_losses is not None:
             by_sample = losses if losses.dim() > 1 else losses.view(labels.t().shape).t()
-            self.tell_losses(by_sample.detach())
+            self.on_losses(by_sample.detach())
 
     def _hits(self, logits: Tensor, labels: Tensor, vocab_size: int | None) -> Tensor:
         """Return whether each of `labels` [b, s] has the largest of `logits` [s, b, v / tp], of ids
@@ -360,7 +372,7 @@ class SummedLosses:
             if self.temperature != 1:
                 logits = logits / self.temperature
             losses = self.compute_language_model_loss(labels, logits).float()
-            self.output_layer.told(losses, labels)
+            self.output_layer.report_losses(losses, labels)
             return -losses  # type: ignore[no-any-return]
         if self.loss == "megatron":
             ranked = labels if auxiliary.accuracy else None
@@ -371,7 +383,7 @@ class SummedLosses:
                 found: Tensor = self._auxiliary_by_megatron(logits, hits, labels, mask, auxiliary)
                 return found
             losses = self.compute_language_model_loss(labels, logits).float()
-            self.output_layer.told(losses, labels)
+            self.output_layer.report_losses(losses, labels)
             return (losses * mask).sum()
         given = {
             "labels": labels,
@@ -392,7 +404,7 @@ class SummedLosses:
         finally:
             self._lesson = None
 
-    def head(self: Any) -> Head:
+    def teaching_head(self: Any) -> Head:
         """Return the output layer of a last stage, for the loss of a student."""
         layer = self.output_layer
         tied = self.share_embeddings_and_output_weights
@@ -428,7 +440,7 @@ class SummedLosses:
                 .t()
             )
         losses = self.compute_language_model_loss(labels, logits).float()
-        self.output_layer.told(losses, labels)
+        self.output_layer.report_losses(losses, labels)
         z_losses = torch.zeros_like(losses)
         if auxiliary.z_loss:
             z_losses = auxiliary.z_loss * (losses + target).square()

@@ -58,7 +58,7 @@ class LossStatistics(Part):
         roots = [unwrap(chunk) for chunk in context.state.chunks]
         layers = (getattr(root, "output_layer", None) for root in roots)
         self.layers = [layer for layer in layers if isinstance(layer, OutputLayer)]
-        self.told: list[torch.Tensor] = []
+        self.reported: list[torch.Tensor] = []
         """Losses of the tokens of a micro-batch, [b, s] each: further ones, and the next one."""
         self.parts: torch.Tensor | None = None
         """The source of each sample, [micro-batches, rows]."""
@@ -69,9 +69,9 @@ class LossStatistics(Part):
         if not self.layers:
             return
         self.number = 0
-        self.told = []
+        self.reported = []
         for layer in self.layers:
-            layer.tell_losses = self.told.append
+            layer.on_losses = self.reported.append
         objective = self.context.objective
         made = objective.loss
 
@@ -95,21 +95,21 @@ class LossStatistics(Part):
     def leave(self) -> None:
         """Listen no more."""
         for layer in self.layers:
-            layer.tell_losses = None
+            layer.on_losses = None
         self.context.objective.__dict__.pop("loss", None)
 
     @torch.no_grad()
     def _add(self, batch: Batch) -> None:
         """Add a micro-batch whose losses the model has just made."""
-        told = list(self.told)
-        self.told.clear()
+        reported = list(self.reported)
+        self.reported.clear()
         number = self.number
         self.number += 1
         mask = batch["loss_mask"]
         # An objective that reads logits makes losses of its own.
-        if not told or told[-1].shape != mask.shape or self.context.world.coords["tp"] != 0:
+        if not reported or reported[-1].shape != mask.shape or self.context.world.coords["tp"] != 0:
             return
-        losses = told[-1]
+        losses = reported[-1]
         learned = mask > 0
         places = batch["position_ids"]
         if places.shape == mask.shape:
@@ -118,9 +118,9 @@ class LossStatistics(Part):
         special = torch.isin(batch["labels"], self.special)
         self._sum_row(self.first_kind + 1, losses, learned & special)
         self._sum_row(self.first_kind + 2, losses, ~learned & self._followed(batch))
-        for depth in range(min(self.depths, len(told) - 1)):
+        for depth in range(min(self.depths, len(reported) - 1)):
             counts = batch[FURTHER][..., depth] > 0
-            self._sum_row(self.first_depth + depth, told[depth - 1 - self.depths], counts)
+            self._sum_row(self.first_depth + depth, reported[depth - 1 - self.depths], counts)
         if self.parts is not None:
             self._sum(losses, learned, self.first_source + self._source(batch, self.parts[number]))
 
