@@ -16,7 +16,7 @@ from mtrain.cli.named_values import read_words
 from mtrain.data.text.tokenizer import EOD, Tokenizer, train_bpe
 from mtrain.errors import ConfigError
 from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request, Sampling
-from mtrain.train.generate.sampling import limited
+from mtrain.train.generate.sampling import drawn, limited
 from mtrain.train.generate.texts import continued, endings
 
 
