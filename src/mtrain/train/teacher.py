@@ -51,7 +51,7 @@ class Teacher:
         last = unwrap(chunks[-1])
         return cls(
             divergence_of(run.objective),
-            last.teaching_head() if last.post_process else None,
+            last.output_head() if last.post_process else None,
             last.config.params_dtype,
             run.model.loss_vocab_size,
             run.objective.distil_top_k,

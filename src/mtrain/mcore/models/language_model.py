@@ -404,7 +404,7 @@ class SummedLosses:
         finally:
             self._lesson = None
 
-    def teaching_head(self: Any) -> Head:
+    def output_head(self: Any) -> Head:
         """Return the output layer of a last stage, for the loss of a student."""
         layer = self.output_layer
         tied = self.share_embeddings_and_output_weights

@@ -285,8 +285,7 @@ def run_alone(
     `ends` are the tokens that end a document: there each is cut, begins at position 0 and has no
     loss at its end, whatever the packed batches contain.
     """
-    cut = [part for whole in documents(batches) for part in _parted(whole, ends)]
-    parts = taught(context, cut)
+    parts = taught(context, [part for whole in documents(batches) for part in _parted(whole, ends)])
     reports = mcore.get_forward_backward_func()(
         forward_step_func=partial(forward_step, context.objective),
         data_iterator=iter(parts),
