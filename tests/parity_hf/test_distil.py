@@ -79,8 +79,8 @@ def run_of(kind: str, words: str) -> Any:
 def one_batch(run: Any, student: Path, folder: Path) -> dict[str, Any]:
     """Return loss, tokens, labels and, on one rank, gradients by their names at the first step."""
     from mtrain.ckpt import state as ckpt_state
-    from mtrain.convert.huggingface.into_model import load_folder
     from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.folder_weights import load_folder
     from mtrain.train.loop.step import gradients, reduce_report
     from mtrain.train.verify.prove import save_gradients
     from mtrain.world.init import joined

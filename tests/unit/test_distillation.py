@@ -68,7 +68,7 @@ def wanted(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("k", [None, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_distil_equals_its_definition(
+def test_distillation_equals_its_definition(
     name: str, k: int | None, dtype: torch.dtype, batches: int
 ) -> None:
     """Compare values and gradients, of tokens with different weights, in two chunks."""

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from mtrain.config.compose.paths import CHECKPOINTS, user_path
 from mtrain.config.resolve.model_tokenizer import model_tokenizer, sha256_of, tokenizer_of
 from mtrain.config.rules import findings
@@ -46,7 +44,7 @@ def problems(run: RunConfig, origins: Mapping[str, str], *, to_run: bool = True)
         return one("MT388", why, FIX, severity)
     try:
         teacher = teacher_of(run)
-    except (ConfigError, ValidationError) as error:
+    except (ConfigError, ValueError) as error:
         why = error.problems[0].detail if isinstance(error, ConfigError) else str(error)
         return one("MT388", why, FIX)
     assert teacher is not None

@@ -114,8 +114,7 @@ def shrink(
             }
         ),
     }
-    values["objective"] = _objective(run, values["model"])
-    small = _again(run, values)
+    small = _again(run, values | {"objective": _objective(run, values["model"])})
     small = _with_sides_of(run, small)
     return with_triton_of(run, small) if interpreted else small
 

@@ -29,7 +29,7 @@ def teacher_of(run: RunConfig) -> RunConfig | None:
 
     Raises:
         ConfigError: its configuration cannot be read, or is of a model that is not known here.
-        ValidationError: its model does not go together with the keys of the student's run.
+        ValueError: its model does not go together with the keys of the student's run.
     """
     name = run.objective.teacher
     if not run.objective.distils or name is None:

@@ -19,12 +19,12 @@ from mtrain.ckpt.folder import TEACHER, committed
 from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST, user_path
 from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.convert.huggingface.into_model import load_folder
 from mtrain.errors import ConfigError, CorruptData
 from mtrain.mcore import api as mcore
 from mtrain.mcore.models.distillation import Divergence, Head, Lesson, top_k
 from mtrain.mcore.state.local_params import unwrap
 from mtrain.plan.teacher import FIX, HF_CONFIG, teacher_of
+from mtrain.train.folder_weights import load_folder
 from mtrain.world.init import World
 
 BETA = {"forward_kl": 0.0, "reverse_kl": 1.0}
@@ -102,6 +102,7 @@ def build_teacher(run: RunConfig, world: World, *, drawn: bool = True) -> list[A
         unwrap(chunk).keeps_hidden = True
     name = run.objective.teacher
     assert name is not None
+    # A trace has no memory for weights, and the folder may be on another machine.
     if not drawn:
         return chunks
     if run.objective.draws:
@@ -129,6 +130,7 @@ def digest_of(run: RunConfig) -> str:
         return ""
     folder = Path(user_path(run.objective.teacher))
     checkpoint = checkpoint_of(folder)
+    # Weights have hundreds of gigabytes, of which each rank reads only its own part.
     files = [folder / HF_CONFIG, *sorted(folder.glob("*.safetensors"))]
     found = hashlib.sha256()
     for file in files if checkpoint is None else [checkpoint / MANIFEST]:

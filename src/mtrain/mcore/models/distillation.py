@@ -25,11 +25,11 @@ from mtrain_kernels.linear_cross_entropy.chunks import chunk_rows
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SMALLER = 4
-"""The share of a chunk of `linear_cross_entropy` that is done at a time: a chunk holds the logits
-of two models and what is made of them, `ARRAYS` arrays in fp32.
+HOST_LOGITS = 1 << 20
+GPU_LOGITS = 1 << 25
+"""Logits of one model that exist at a time, in fp32. A chunk takes about ten times as many
+numbers.
 """
-ARRAYS = 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Lesson:
     head: Head | None = None
     top: TopK | None = None
     chunk: int = 0
-    """Tokens done at a time; 0: as `SMALLER` says."""
+    """Tokens done at a time; 0: as many as make `GPU_LOGITS`, on a CPU `HOST_LOGITS`."""
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -344,9 +344,8 @@ def _of_ranks(x: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def _rows(chunk: int, rows: Tensor, weight: Tensor) -> int:
-    if chunk:
-        return chunk
-    return max(1, chunk_rows(0, len(rows), weight.shape[0], rows.device) // SMALLER)
+    elements = HOST_LOGITS if rows.is_cpu else GPU_LOGITS
+    return chunk_rows(chunk, len(rows), weight.shape[0], rows.device, elements)
 
 
 def _wide_product(x: Tensor, weight: Tensor) -> Tensor:

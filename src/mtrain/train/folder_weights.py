@@ -43,17 +43,20 @@ def load_folder(run: RunConfig, source: Path, chunks: list[Any]) -> None:
             name: [s for s in shards[MODEL + boxes[name].key] if overlap(boxes[name], s)]
             for name in step.ours
         }
+        # Other ranks hold what this step makes.
         if not any(met.values()):
             continue
         dtype = reader.dtype(step.theirs[0])
         given = [reader.tensor(name) for name in step.theirs]
         made = step.operation.apply(given, run.model, inward=True)
+        # A step may make several tensors, as of queries, keys and values in one.
         for name, words in zip(step.ours, made, strict=True):
             box = boxes[name]
             check_shape(step, name, words.shape, box)
             whole = as_tensor(np.ascontiguousarray(words), dtype).view(box.size)
             for shard in met[name]:
                 left[shard.key] -= _fill(shard, box, whole)
+    # A tensor that nothing fills would keep what its memory had.
     short = [key for key, number in left.items() if number]
     if short:
         raise CorruptData(f"{source} does not have all of {', '.join(sorted(short)[:3])}")
