@@ -137,7 +137,9 @@ class OutputLayer(ColumnLinear):
             gradient=gradient,
             impl=impl,
         )
-        self.report_losses(found.losses - found.z_losses if auxiliary.z_loss else found.losses, labels)
+        self.report_losses(
+            found.losses - found.z_losses if auxiliary.z_loss else found.losses, labels
+        )
         if auxiliary:
             return with_auxiliary_outputs(found.total, found.z_losses, found.hits, token_weights)
         return found.total
