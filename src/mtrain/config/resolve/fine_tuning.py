@@ -66,6 +66,9 @@ PREFERENCES = (
     Tuned("8B", 8e9, 5e-7, 256, f"DPO of {TULU_3}"),
     Tuned("70B", 70.6e9, 2e-7, 256, f"DPO of {TULU_3}"),
 )
+# The same for a model of rewards, whose value head is new.
+REWARDS = (Tuned("8B", 8e9, 3e-6, 512, f"reward model of {TULU_3}"),)
+REWARDS_OF_ADAPTERS = (Tuned("any", 7e9, 1e-4, 16, "TRL's RewardConfig"),)
 DEEPSEEK_MATH = "GRPO of DeepSeekMath (arXiv 2402.03300)"
 # Rate and answers per step of a policy that learns from rewards.
 POLICIES = (Tuned("7B", 7e9, 1e-6, 1024, DEEPSEEK_MATH),)
@@ -80,6 +83,8 @@ def published(run: RunConfig) -> Tuned:
     adapters = run.peft.kind is not None
     if run.objective.rolls:
         return nearest(POLICIES, run.model)
+    if run.objective.reads_values:
+        return nearest(REWARDS_OF_ADAPTERS if adapters else REWARDS, run.model)
     if run.objective.pairs:
         return nearest(PREFERENCES_OF_ADAPTERS if adapters else PREFERENCES, run.model)
     return nearest(ADAPTERS if adapters else ALL_WEIGHTS, run.model)

@@ -77,7 +77,7 @@ class ObjectiveConfig(Section):
         Key(when="objective.name=reward", aka="center_rewards_coefficient"),
     ] = 0.0
     """reward: the weight of the square of the sum of both rewards of a pair, which keeps rewards
-    around 0 (Eisenstein et al. 2023, arXiv:2312.09244; TRL's RewardTrainer names 0.01).
+    around 0 (Eisenstein et al. 2023, arXiv:2312.09244, equation 2; TRL recommends 0.01).
     """
     desirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
     """kto: the weight of chosen answers (arXiv:2402.01306, lambda_D)."""
