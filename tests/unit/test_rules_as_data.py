@@ -82,7 +82,6 @@ DISTILS = {"objective.name": "distil", "objective.teacher": "drawn", "data.kind"
 ALONE += [DISTILS, {**DISTILS, "objective.distil_top_k": 8}]
 FORMAT = {"rollout.rewards": ["format"], "rollout.reward_weights": [1.0, 2.0]}
 ALONE += [{**ROLLED, "data.kind": "prompts"}, {**ROLLED, "data.kind": "prompts", **FORMAT}]
-ALONE.append({"objective.name": "distil", "objective.teacher": "drawn", "data.kind": "mock"})
 CHANGES += [{"launch.kind": kind} for kind in ("kubernetes", "skypilot", "ray")]
 CHANGES.append({"model.family": "bert", "model.bert": {"pad_token_id": 0}, "data.kind": "text"})
 

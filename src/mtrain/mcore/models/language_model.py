@@ -137,9 +137,8 @@ class OutputLayer(ColumnLinear):
             gradient=gradient,
             impl=impl,
         )
-        self.report_losses(
-            found.losses - found.z_losses if auxiliary.z_loss else found.losses, labels
-        )
+        losses = found.losses - found.z_losses if auxiliary.z_loss else found.losses
+        self.report_losses(losses, labels)
         if auxiliary:
             return with_auxiliary_outputs(found.total, found.z_losses, found.hits, token_weights)
         return found.total
