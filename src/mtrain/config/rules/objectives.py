@@ -215,7 +215,7 @@ def distillation_terms(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT392", example=f"{DISTIL} objective.distil_top_k=1000000"),
-    reads=f"{NAME} objective.distil_top_k model.vocab_size",
+    reads=f"{NAME} objective.distil_top_k model.vocab_size model.mask_padded_vocab",
 )
 def distilled_tokens(run: RunConfig) -> Iterator[Finding]:
     """Cannot make a bucket of all other tokens because there are none."""

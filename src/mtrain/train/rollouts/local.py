@@ -76,8 +76,9 @@ class LocalEngine:
             stack.enter_context(generators_kept(self.world))
             why = self.obstacle()
             if why and self.world.grid.cp > 1:
-                key, cp = "parallel.cp", self.world.grid.cp
-                raise ConfigError.of("MT334", key, cp, f"cp {cp}, and {why}", f"{key}=1")
+                cp = self.world.grid.cp
+                rule = f"cp {cp}, and {why}"
+                raise ConfigError.of("MT334", "parallel.cp", cp, rule, "parallel.cp=1")
             if why:
                 texts = self._in_groups(prompts, sampling)
             else:
