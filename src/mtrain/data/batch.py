@@ -57,6 +57,10 @@ class MicroBatch(TypedDict):
     """The log-probability of each label by a reference model, which the step adds; or that of each
     answer, at its first label.
     """
+    answers: NotRequired[torch.Tensor]
+    """packed answers: int64, the answer of each label, counted over the micro-batch."""
+    desirable: NotRequired[torch.Tensor]
+    """float64: 1 at the first label of each answer that is chosen, else 0."""
     mismatched_divergence: NotRequired[torch.Tensor]
     """float64 []: the divergence on answers to other prompts, which the step adds."""
     advantages: NotRequired[torch.Tensor]
@@ -309,16 +313,17 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
     The loss of a step is the sum over its predictions of loss_mask * loss, divided by the sum of
     loss_counts, both over the whole global batch. `token`: each prediction that counts weighs 1 and
     adds 1 to the count. `sample`: the predictions of a sample, or of a packed document, weigh 1
-    together and add 1. `sequence`: the same for a row. `pair`: each prediction weighs 1, and those
-    of every second row, of the chosen answers, add 1. The count of a sample is placed at its first
-    prediction, so no layout that splits a sample over ranks changes it.
+    together and add 1. `sequence`: the same for a row. `answer`: each prediction weighs 1, and
+    those of a row add 1; `pair`: those of a chosen answer add 1, of every second row or packed
+    answer. The count of a sample is placed at its first prediction, so no layout that splits a
+    sample over ranks changes it.
     """
     if average == "token":
         return batch
     mask = batch["loss_mask"]
     flat = mask.flatten()
     bounds = batch.get("cu_seqlens")
-    if average == "sample" and bounds is not None:
+    if average in ("sample", "pair") and bounds is not None:
         lengths = bounds.diff().long()
     else:
         lengths = torch.full((rows,), len(flat) // rows)
@@ -332,8 +337,11 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
     # `roll` compares the first prediction with the last, which may be of the same sample
     if len(places):
         counts[places[0]] = 1.0
-    if average == "pair":
-        counts = torch.where(owner % 2 == 0, counts, 0.0)
+    if average in ("answer", "pair"):
+        if average == "pair":
+            # Padding at the end of a packed row is a document, and no answer.
+            answer = batch["answers"].flatten() if "answers" in batch else owner
+            counts = torch.where(answer % 2 == 0, counts, 0.0)
         return cast(MicroBatch, {**batch, "loss_counts": counts.view_as(mask)})
     own = {"loss_mask": weights.to(mask.dtype).view_as(mask), "loss_counts": counts.view_as(mask)}
     return cast(MicroBatch, {**batch, **own})
@@ -401,28 +409,54 @@ OTHER = "other_"
 class MockPairs:
     """Synthetic answers of lengths that differ, with the part of `PairSamples` that collators use.
 
-    The first quarter of a sample stands for the prompt, which is not learned.
+    The first quarter of an answer stands for the prompt, which is not learned. With `multiple`, a
+    sample is two pairs, whose answers begin at multiples of it.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, multiple: int | None = None) -> None:
         self.source = source
+        self.multiple = multiple
 
     def sample(self, number: int) -> Sample:
-        """Return one answer of a pair."""
+        """Return one answer of a pair, or a window of two pairs."""
         (window,) = self.source.batch(np.array([number]))
+        if self.multiple is None:
+            return self._answer(window, number)
+        return self._packed(window, number, self.multiple)
+
+    def _packed(self, window: np.ndarray, number: int, multiple: int) -> Sample:
+        length = len(window) - 1
+        count = 4 if length >= 4 * multiple else 2
+        room = length // count // multiple * multiple
+        end = count * room
+        starts = tuple(range(0, end, room))
+        tokens = np.full(length + 1, NOTHING, np.int64)
+        learned = np.zeros(length + 1, np.bool_)
+        for place, start in enumerate(starts):
+            one = self._answer(window[start : start + room + 1], 4 * number + place)
+            tokens[start : start + room] = one.tokens[:room]
+            learned[start : start + room] = one.learned[:room]
+        starts += (end,) if end < length else ()
+        return Sample(tokens, learned, starts, (int(number),))
+
+    def _answer(self, window: np.ndarray, number: int) -> Sample:
         length = len(window) - 1
         end = length - int(number) * 5 % (length // 2)
         places = np.arange(length + 1)
         learned = (places > length // 4) & (places <= end)
-        return Sample(np.where(places <= end, window, NOTHING), learned, (0,), (int(number),))
+        tokens = np.where(places <= end, window, NOTHING)
+        return Sample(tokens, learned, (0,), (int(number),), number % 2 == 0)
 
 
 def pair_collator(source: Any, *, mismatched: bool, at_ends: bool = False) -> Collator:
-    """Return the collator for answers of pairs, from a source such as `PairSamples`.
+    """Return the collator for answers of pairs, from a source such as `PairSamples`, or for
+    labelled ones of `ChatSamples`.
 
-    `mismatched` adds after each prompt the answer of the same kind of the next pair. `at_ends`
-    weighs the last token of each answer, in its own place, instead of the predictions.
+    `mismatched` adds after each prompt the answer of the same kind of the next pair, or the next
+    labelled answer. `at_ends` weighs the last token of each answer, in its own place, instead of
+    the predictions.
     """
+    step = 1 if isinstance(source, ChatSamples) else 2
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         samples = [source.sample(number) for number in numbers]
@@ -434,7 +468,9 @@ def pair_collator(source: Any, *, mismatched: bool, at_ends: bool = False) -> Co
             batch["reference_log_probabilities"] = at_first_labels(batch["loss_mask"], scores)
         if not mismatched:
             return batch
-        others = [source.sample(number + 2) for number in numbers]
+        kinds = np.array([sample.chosen for sample in samples], np.float64)
+        batch["desirable"] = at_first_labels(batch["loss_mask"], kinds)
+        others = [source.sample(number + step) for number in numbers]
         rows = [joined_at_answers(*both) for both in zip(samples, others, strict=True)]
         added = collate(rows, packed=False)
         own = {OTHER + key: added[key] for key in ("tokens", "labels", "loss_mask", "padding")}  # type: ignore[literal-required]
@@ -450,6 +486,30 @@ def at_last_tokens(samples: list[Sample]) -> torch.Tensor:
     found = np.zeros(held.shape, np.float32)
     found[np.arange(len(samples)), last] = 1
     return torch.from_numpy(found)
+
+
+def packed_pair_collator(source: Any) -> Collator:
+    """Return the collator for windows of pairs, from packed `ChatSamples` or `MockPairs`.
+
+    Answers do not attend to each other; both of a pair are in one row.
+    """
+
+    def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
+        samples = [source.sample(number) for number in numbers]
+        batch = collate(samples, packed=True)
+        length = batch["tokens"].shape[1] // len(samples)
+        of = np.zeros((len(samples), length), np.int64)
+        first = 0
+        for row, sample in zip(of, samples, strict=True):
+            # Tokens behind the last answer of a row count with it, and have no weight.
+            count = len(sample.starts) // 2 * 2
+            row[list(sample.starts[1:count])] = 1
+            row[:] = first + row.cumsum()
+            first += count
+        batch["answers"] = torch.from_numpy(of).view(1, -1)
+        return batch
+
+    return collator
 
 
 def at_first_labels(mask: torch.Tensor, values: np.ndarray) -> torch.Tensor:
