@@ -128,7 +128,7 @@ def test_preferences_pairs_of_a_prompt_share_a_split(home: Path, tmp_path: Path)
 
 def test_preferences_packed_pairs_stay_whole(home: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "q", "chosen": "1" * n, "rejected": "2" * (n + 1)} for n in range(1, 8)]
-    rows[3]["chosen"] = "3" * 80
+    rows[3]["chosen"] = "3" * 200
     file = chats_file(tmp_path / "a.jsonl", rows)
     splits = opened(home, file, seq_length=144, packed=True, packed_multiple=4)
     samples = splits.train
