@@ -135,7 +135,8 @@ def parts_of(run: Any, world: Any, vocab: int) -> Any:
     from mtrain.assembly.model import build_model, build_reference
     from mtrain.assembly.optim import build_optimizer, build_schedule
     from mtrain.ckpt.state import TrainState
-    from mtrain.data.batch import GlobalBatches, MockPairs, pair_collator
+    from mtrain.data.batch import GlobalBatches
+    from mtrain.data.pairs import MockPairs, pair_collator
     from mtrain.train.assemble import configure_schedule_hooks
     from mtrain.train.loop.context import TrainContext
 

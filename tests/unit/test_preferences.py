@@ -13,9 +13,10 @@ import torch
 from mtrain.api import load
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import Splits, open_splits, prepare
-from mtrain.data.batch import averaged, packed_pair_collator, pair_collator
+from mtrain.data.batch import averaged
 from mtrain.data.chats.messages import Chat, parse_labelled, parse_ranking
 from mtrain.data.chats.samples import ChatSamples, PairSamples
+from mtrain.data.pairs import packed_pair_collator, pair_collator
 from mtrain.errors import ConfigError, CorruptData
 from mtrain.train.pairs import packed_answers, pairs_of
 from tests.support.chats import chats_file, folder_of, turns

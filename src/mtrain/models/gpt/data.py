@@ -9,14 +9,12 @@ from mtrain.data import BlendOfDocuments, ChatSamples, PairSamples, Splits, Whol
 from mtrain.data.answers import answer_collator
 from mtrain.data.batch import (
     Collator,
-    MockPairs,
     Packing,
     chat_collator,
     document_collator,
     next_token_collator,
-    packed_pair_collator,
-    pair_collator,
 )
+from mtrain.data.pairs import MockPairs, packed_pair_collator, pair_collator
 from mtrain.data.samples.token_stream import FillInTheMiddle
 from mtrain.errors import ConfigError
 
