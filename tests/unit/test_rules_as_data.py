@@ -209,7 +209,6 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     out += _applied({**PAIRS, "data.kind": "preference", "data.path": "pairs.jsonl"})
     out += _applied({**PAIRS, "data.packed": True, "objective.reference": "precomputed"})
     out += _applied({**PAIRS, "objective.loss_weights": (1.0, 2.0)})
-    out += _applied({**ALONE[-1], "objective.distil_top_k": 8})
     recomputed = {"granularity": "selective", "modules": ["core_attn"]}
     captured = {"trainer.cuda_graph_impl": "transformer_engine", "model.moe": plain.MOE}
     out += _applied({**captured, "parallel.recompute": recomputed})
