@@ -59,7 +59,7 @@ def theirs(made: Any, batch: Any) -> tuple[list[float], Tensor]:
 
 def distances(case: Case) -> dict[str, Any]:
     """Train both on the same pairs; a job for `run_ranks` with one rank."""
-    from mtrain.data.batch import MockPairs, pair_collator
+    from mtrain.data.pairs import MockPairs, pair_collator
     from mtrain.train.loop.step import reduce_report, run_schedule, train_step
     from mtrain.world.init import joined
 

@@ -58,6 +58,7 @@ NO_EXAMPLE = {
     "MT321": "a folder with more files than are looked at; tested with one",
     "MT345": "a run that has a tokenizer; tested with one",
     "MT346": "a file of chats; tested with one",
+    "MT395": "a file of labels; tested with one",
     "MT522": "a library that is not installed; tested without it",
     "MT607": "a tokenizer; tested with one",
     "MT611": "a corpus; tested with one",
@@ -205,6 +206,12 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     out += _applied({"parallel.activation_offload.modules": ["core_attn"], **LINEAR_BESIDE_EXPERTS})
     out += _applied({"model.moe": PADDED, "parallel.ep": 2, "kernels.experts": "reference"})
     out += _applied({**HYBRID, **quantized.FP8, "kernels.linear": "te"})
+    out += _applied({**PAIRS, "data.kind": "preference", "data.path": "pairs.jsonl"})
+    out += _applied({**PAIRS, "data.packed": True, "objective.reference": "precomputed"})
+    out += _applied({**PAIRS, "objective.loss_weights": (1.0, 2.0)})
+    recomputed = {"granularity": "selective", "modules": ["core_attn"]}
+    captured = {"trainer.cuda_graph_impl": "transformer_engine", "model.moe": plain.MOE}
+    out += _applied({**captured, "parallel.recompute": recomputed})
     return [resolve(raw, machine) for raw, machine in zip(out, _machines(len(out)), strict=True)]
 
 

@@ -13,8 +13,8 @@ from mtrain.config.compose.composer import compose
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.huggingface.model import HEAD, _new_head
-from mtrain.data.batch import at_last_tokens
 from mtrain.data.chats.samples import Sample
+from mtrain.data.pairs import at_last_tokens
 from mtrain.errors import ConfigError
 from mtrain.layout.grid import held_stages
 from mtrain.loading.checkpoints import require_writing

@@ -16,7 +16,7 @@ from typing import Any, NotRequired, Protocol, TypedDict, cast
 import numpy as np
 import torch
 
-from mtrain.data.chats.samples import NOTHING, ChatSamples, PairSamples, Sample
+from mtrain.data.chats.samples import NOTHING, ChatSamples, Sample
 from mtrain.data.samples.megatron_order import MegatronBlend, MegatronSamples
 from mtrain.data.samples.packing import balance_by_work
 from mtrain.data.samples.token_stream import FillInTheMiddle
@@ -57,6 +57,10 @@ class MicroBatch(TypedDict):
     """The log-probability of each label by a reference model, which the step adds; or that of each
     answer, at its first label.
     """
+    answers: NotRequired[torch.Tensor]
+    """packed answers: int64, the answer of each label, counted over the micro-batch."""
+    desirable: NotRequired[torch.Tensor]
+    """float64: 1 at the first label of each answer that is chosen, else 0."""
     mismatched_divergence: NotRequired[torch.Tensor]
     """float64 []: the divergence on answers to other prompts, which the step adds."""
     advantages: NotRequired[torch.Tensor]
@@ -309,16 +313,17 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
     The loss of a step is the sum over its predictions of loss_mask * loss, divided by the sum of
     loss_counts, both over the whole global batch. `token`: each prediction that counts weighs 1 and
     adds 1 to the count. `sample`: the predictions of a sample, or of a packed document, weigh 1
-    together and add 1. `sequence`: the same for a row. `pair`: each prediction weighs 1, and those
-    of every second row, of the chosen answers, add 1. The count of a sample is placed at its first
-    prediction, so no layout that splits a sample over ranks changes it.
+    together and add 1. `sequence`: the same for a row. `answer`: each prediction weighs 1, and
+    those of a row add 1; `pair`: those of a chosen answer add 1, of every second row or packed
+    answer. The count of a sample is placed at its first prediction, so no layout that splits a
+    sample over ranks changes it.
     """
     if average == "token":
         return batch
     mask = batch["loss_mask"]
     flat = mask.flatten()
     bounds = batch.get("cu_seqlens")
-    if average == "sample" and bounds is not None:
+    if average in ("sample", "pair") and bounds is not None:
         lengths = bounds.diff().long()
     else:
         lengths = torch.full((rows,), len(flat) // rows)
@@ -332,8 +337,11 @@ def averaged(batch: MicroBatch, average: str, rows: int) -> MicroBatch:
     # `roll` compares the first prediction with the last, which may be of the same sample
     if len(places):
         counts[places[0]] = 1.0
-    if average == "pair":
-        counts = torch.where(owner % 2 == 0, counts, 0.0)
+    if average in ("answer", "pair"):
+        if average == "pair":
+            # Padding at the end of a packed row is a document, and no answer.
+            answer = batch["answers"].flatten() if "answers" in batch else owner
+            counts = torch.where(answer % 2 == 0, counts, 0.0)
         return cast(MicroBatch, {**batch, "loss_counts": counts.view_as(mask)})
     own = {"loss_mask": weights.to(mask.dtype).view_as(mask), "loss_counts": counts.view_as(mask)}
     return cast(MicroBatch, {**batch, **own})
@@ -396,85 +404,6 @@ def _placed(ends: torch.Tensor, length: int, multiple: int) -> tuple[torch.Tenso
 
 OTHER = "other_"
 """Prefix of the keys of a micro-batch with answers to other prompts."""
-
-
-class MockPairs:
-    """Synthetic answers of lengths that differ, with the part of `PairSamples` that collators use.
-
-    The first quarter of a sample stands for the prompt, which is not learned.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-
-    def sample(self, number: int) -> Sample:
-        """Return one answer of a pair."""
-        (window,) = self.source.batch(np.array([number]))
-        length = len(window) - 1
-        end = length - int(number) * 5 % (length // 2)
-        places = np.arange(length + 1)
-        learned = (places > length // 4) & (places <= end)
-        return Sample(np.where(places <= end, window, NOTHING), learned, (0,), (int(number),))
-
-
-def pair_collator(source: Any, *, mismatched: bool, at_ends: bool = False) -> Collator:
-    """Return the collator for answers of pairs, from a source such as `PairSamples`.
-
-    `mismatched` adds after each prompt the answer of the same kind of the next pair. `at_ends`
-    weighs the last token of each answer, in its own place, instead of the predictions.
-    """
-
-    def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
-        samples = [source.sample(number) for number in numbers]
-        batch = collate(samples, packed=False)
-        if at_ends:
-            batch["loss_mask"] = at_last_tokens(samples)
-        if isinstance(source, PairSamples) and source.scores is not None:
-            scores = source.scores[[source.row_of(number) for number in numbers]]
-            batch["reference_log_probabilities"] = at_first_labels(batch["loss_mask"], scores)
-        if not mismatched:
-            return batch
-        others = [source.sample(number + 2) for number in numbers]
-        rows = [joined_at_answers(*both) for both in zip(samples, others, strict=True)]
-        added = collate(rows, packed=False)
-        own = {OTHER + key: added[key] for key in ("tokens", "labels", "loss_mask", "padding")}  # type: ignore[literal-required]
-        return cast(MicroBatch, {**batch, **own})
-
-    return collator
-
-
-def at_last_tokens(samples: list[Sample]) -> torch.Tensor:
-    """Return 1 at the last input of each sample that is a token, and 0 elsewhere: fp32 [n, s]."""
-    held = np.stack([sample.tokens[:-1] != NOTHING for sample in samples])
-    last = held.shape[1] - 1 - held[:, ::-1].argmax(axis=1)
-    found = np.zeros(held.shape, np.float32)
-    found[np.arange(len(samples)), last] = 1
-    return torch.from_numpy(found)
-
-
-def at_first_labels(mask: torch.Tensor, values: np.ndarray) -> torch.Tensor:
-    """Return each row's value at its first learned label, and 0 elsewhere: fp64 [n, s].
-
-    A sum over the labels of a row is then its value, also where ranks have parts of the row.
-    """
-    first = mask.argmax(dim=1, keepdim=True)
-    out = torch.zeros(mask.shape, dtype=torch.float64)
-    return out.scatter_(1, first, torch.from_numpy(values)[:, None])
-
-
-def joined_at_answers(sample: Sample, other: Sample) -> Sample:
-    """Return the prompt of a sample, up to its first learned token, and the answer of another."""
-    start = int(sample.learned.argmax())
-    first = int(other.learned.argmax())
-    length = len(sample.tokens)
-    rest = length - start
-    tokens = np.full(length, NOTHING, np.int64)
-    learned = np.zeros(length, np.bool_)
-    tokens[:start] = sample.tokens[:start]
-    answer = other.tokens[first : first + rest]
-    tokens[start : start + len(answer)] = answer
-    learned[start : start + len(answer)] = other.learned[first : first + rest]
-    return Sample(tokens, learned, sample.starts, (*sample.documents, *other.documents))
 
 
 def chat_collator(source: ChatSamples) -> Collator:

@@ -198,11 +198,24 @@ class Splits:
             f"data: {meta['documents']} chats of {meta['tokens']} tokens, {meta['learned']} of"
             f" which are learned; {train['samples']} samples in an epoch"
         ]
-        if train["cut"] or train["left_out"]:
+        if isinstance(self.train, ChatSamples) and self.train.chats.group == 2:
+            if train["left_out"]:
+                remarks.append(
+                    f"{train['left_out']} pairs of train are left out: their two answers do not fit"
+                    f" into a packed sample of {self.train.seq_length} tokens (data.seq_length)"
+                )
+        elif train["cut"] or train["left_out"]:
             remarks.append(
                 f"{train['cut']} chats of train are cut at data.seq_length"
                 f" {self.train.seq_length}; {train['left_out']} of them are left out, with nothing"
                 " to learn before the cut"
+            )
+        if meta.get("preferences") == "scores":
+            unused = meta["lines_unused"]
+            remarks.append(
+                f"data: {meta['documents'] // 2} pairs of {meta['lines']} lines with scored"
+                f" answers; {unused} of the lines make no pair, because all of their scores are"
+                " equal"
             )
         if meta.get("parsed_arguments"):
             remarks.append(

@@ -116,7 +116,7 @@ def _steps(run: RunConfig) -> Iterator[Change]:
         yield {"kernels.loss": "auto"}
     if p.tp > 1 and not p.sequence_parallel and run.data.length % (p.tp * p.cp) == 0:
         yield {"parallel.sequence_parallel": True}
-    if t.micro % (4 if run.objective.pairs else 2) == 0:
+    if t.micro % (2 * run.together) == 0:
         yield {"trainer.micro_batch_size": t.micro // 2}
     yield from _recomputed(run)
     if run.precision.grad_reduce_in_fp32 and run.precision.format == "bf16":
@@ -220,7 +220,7 @@ def _micro_batch(run: RunConfig, room: Room) -> dict[str, tuple[Any, str]]:
     deep = run.parallel.pp > 1
     length = run.data.length
     # A pair is two samples, which stay together.
-    least = 1 if run.objective.pairs else 0
+    least = run.together - 1
     sizes = [1 << n for n in reversed(range(least, MOST_SAMPLES.bit_length()))]
     # More samples at once leave fewer micro-batches, and a pipeline waits longer for its ends.
     most = LONGEST if deep else MOST_TOKENS

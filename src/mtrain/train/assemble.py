@@ -111,7 +111,7 @@ def batches(
     if run.objective.rolls:
         average = "token"  # the collator has weighed them
     if run.objective.pairs:
-        average = "pair"
+        average = "pair" if run.objective.contrasts else "answer"
     micro = run.trainer.micro
     balanced = run.data.packed and run.data.packing_scheduler == "dp_balanced"
     # An evaluation is of the next token only.

@@ -52,8 +52,6 @@ class Pairs(NamedTuple):
     chosen_tokens: Tensor
     """Tokens that are learned; 0 in a pair that only fills a step."""
     rejected_tokens: Tensor
-    baseline: Tensor | float = 0.0
-    """The divergence that values are measured from (kto); the same for all pairs."""
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -97,8 +95,7 @@ class PairObjective(Objective):
         group = mcore.parallel_state.get_context_parallel_group()
         # A missing reference is an error, and not a uniform model.
         reference = batch[REFERENCE] if self.run.objective.refers else None
-        pairs = pairs_of(output, batch["loss_mask"], reference, group)
-        pairs = pairs._replace(baseline=batch.get(BASELINE, 0.0))
+        pairs = pairs_of(output, batch["loss_mask"], reference, group, packed_answers(batch))
         compared = self.compare(pairs)
         counted = (pairs.chosen_tokens > 0).double()
         total = (compared.losses * counted).sum()
@@ -114,7 +111,6 @@ class PairObjective(Objective):
         right = (chosen > rejected).double() + 0.5 * (chosen == rejected)
         ratios = pairs.chosen_ratio + pairs.rejected_ratio
         values = {
-            "mismatched_kl": torch.ones_like(losses) * pairs.baseline,
             "loss": losses,
             "count": torch.ones_like(losses),
             "tokens": pairs.chosen_tokens + pairs.rejected_tokens,
@@ -134,6 +130,7 @@ def pairs_of(
     weights: Tensor,
     reference: Tensor | None,
     group: dist.ProcessGroup | None = None,
+    packed: tuple[Tensor, int] | None = None,
 ) -> Pairs:
     """Return the sums of the answers of a micro-batch.
 
@@ -142,17 +139,47 @@ def pairs_of(
         weights: 1 where a label is learned, else 0.
         reference: log-probabilities of the reference.
         group: the ranks that have the other tokens of these answers.
+        packed: `packed_answers` of [1, s] labels.
+    """
+    policy, other, tokens = sums_of(log_probabilities, weights, reference, group, packed)
+    return Pairs(policy[::2], policy[1::2], other[::2], other[1::2], tokens[::2], tokens[1::2])
+
+
+def sums_of(
+    log_probabilities: Tensor,
+    weights: Tensor,
+    reference: Tensor | None,
+    group: dist.ProcessGroup | None = None,
+    packed: tuple[Tensor, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sums over the labels of each answer, fp64 [answers]: its log-probability, that of the
+    reference (0 without one), and its tokens. See `pairs_of`.
     """
     # In fp64: thousands of fp32 terms would leave an error that is large next to a margin.
     weights = weights.double()
-    sums = [(log_probabilities.double() * weights).sum(-1), weights.sum(-1)]
+    terms = [log_probabilities.double() * weights, weights]
     if reference is not None:
-        sums.append((reference.double() * weights).sum(-1))
-    whole = _OverRanks.apply(torch.stack(sums), group)
-    policy, tokens, *rest = whole.unbind()
-    other = rest[0].detach() if rest else torch.zeros_like(policy).detach()
-    tokens = tokens.detach()
-    return Pairs(policy[::2], policy[1::2], other[::2], other[1::2], tokens[::2], tokens[1::2])
+        terms.append(reference.double() * weights)
+    values = torch.stack(terms)
+    if packed is None:
+        sums = values.sum(-1)
+    else:
+        of, count = packed
+        sums = values.new_zeros(len(terms), count).index_add(1, of.flatten(), values.flatten(1))
+    policy, tokens, *rest = _OverRanks.apply(sums, group).unbind()
+    other = rest[0] if rest else torch.zeros_like(policy)
+    return policy, other.detach(), tokens.detach()
+
+
+def packed_answers(batch: Batch) -> tuple[Tensor, int] | None:
+    """Return the answer of each label of a packed micro-batch, int64 [1, s], and an even number
+    that answers are below; None for rows of one answer each.
+    """
+    if "answers" not in batch:
+        return None
+    # A document each, and the padding of rows: the host knows no closer bound without a wait.
+    documents = len(batch["cu_seqlens"]) - 1
+    return batch["answers"], documents + documents % 2
 
 
 def others_of(batch: Batch) -> Batch:
@@ -168,9 +195,9 @@ def mismatch_of(values: Tensor, weights: Tensor, reference: Tensor | None) -> Te
     """Return the sum over answers of log(policy / reference), and their number; fp64 [2]."""
     from mtrain.mcore import api as mcore
 
-    pairs = pairs_of(values, weights, reference, mcore.parallel_state.get_context_parallel_group())
-    counted = (pairs.chosen_tokens > 0).sum() + (pairs.rejected_tokens > 0).sum()
-    return torch.stack([(pairs.chosen_ratio + pairs.rejected_ratio).sum(), counted])
+    group = mcore.parallel_state.get_context_parallel_group()
+    policy, other, tokens = sums_of(values, weights, reference, group)
+    return torch.stack([(policy - other).sum(), (tokens > 0).sum()])
 
 
 class _OverRanks(torch.autograd.Function):

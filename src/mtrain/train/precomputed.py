@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from mtrain.config.resolve.batches import samples_of, stages
 from mtrain.data import PairSamples
-from mtrain.data.batch import GlobalBatches, pair_collator
+from mtrain.data.batch import GlobalBatches
+from mtrain.data.pairs import pair_collator
 from mtrain.mcore import api as mcore
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.prefetch import to_device

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mtrain.config.compose.paths import conf_dir, names_near, recipes_dir, user_path
 from mtrain.errors import ConfigError, Problem
@@ -389,11 +389,32 @@ def kind_of_chats(path: str | None) -> str | None:
     chats.
     """
     record = _record(path)
-    if "chosen" in record and "rejected" in record:
+    if form_of(record) is not None:
         return "preference"
     if any(isinstance(record.get(key), list) for key in ("messages", "conversations")):
         return "sft"
     return None
+
+
+PreferenceForm = Literal["pairs", "labels", "scores"]
+
+
+def form_of(record: dict[str, Any]) -> PreferenceForm | None:
+    """Return the form of a preference: a pair of answers, one with a label, or several with scores;
+    None: no preference.
+    """
+    if "chosen" in record and "rejected" in record:
+        return "pairs"
+    if "completion" in record and "label" in record:
+        return "labels"
+    if "scores" in record and ("answers" in record or "completions" in record):
+        return "scores"
+    return None
+
+
+def form_of_preferences(path: str | None) -> PreferenceForm | None:
+    """Return the form of the preferences that a file holds, by its first record."""
+    return form_of(_record(path))
 
 
 def is_documents(path: str | None) -> bool:

@@ -34,7 +34,7 @@ class Term:
 
     key: str
     words: tuple[str, ...] = ()
-    """The values that fulfil it; empty: any value that is set."""
+    """The values that fulfil it, of a list any one of its own; empty: any value that is set."""
     above: int | None = None
 
     def holds(self, value: Any) -> bool:
@@ -44,7 +44,10 @@ class Term:
             return value is not None and value > self.above
         if self.words == ("false",):
             return not value
-        return _spelled(value) in self.words if self.words else bool(value)
+        if not self.words:
+            return bool(value)
+        each = value if isinstance(value, tuple) else (value,)
+        return any(_spelled(one) in self.words for one in each)
 
     def __str__(self) -> str:
         if self.above is not None:

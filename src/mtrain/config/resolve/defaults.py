@@ -326,7 +326,7 @@ def batch(run: RunConfig) -> Derived:
         samples = -(-near.batch_tokens // run.data.length)
         why = f"{near.batch_tokens} tokens of {GPT3_TABLE}: its {near.name} model"
     # A micro-batch that is not set is derived next, from this batch.
-    least = 2 if run.objective.pairs else 1
+    least = run.together
     step = (run.trainer.micro_batch_size or least) * p.dp * (p.pp if p.vpp > 1 else 1)
     step = lcm(step, run.objective.whole)
     whole = -(-samples // step) * step
@@ -339,7 +339,7 @@ def micro_batch(run: RunConfig) -> Derived:
     """
     p = run.parallel
     # A pair is two samples, which stay together.
-    least = 2 if run.objective.pairs else 1
+    least = run.together
     short = on_a_cpu(run)
     sizes = [n for n in (8, 4, 2) if n == least or short or n * run.data.length <= LONGEST]
     sizes += [1] * (least == 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from mtrain.config.compose.paths import user_path
-from mtrain.config.disk.files import records_of
+from mtrain.config.disk.files import form_of_preferences, records_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import RunConfig
 
@@ -150,7 +150,9 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
     if not chats:
         return None
     samples = chats * d.split[0] / (sum(d.split) or 1)
-    samples *= run.objective.whole
+    # Scored answers make a number of pairs that only their scores tell: count one a line.
+    if d.kind != "preference" or form_of_preferences(d.path) != "labels":
+        samples *= run.objective.whole
     if d.packed:
         # Packed chats share windows: estimate the tokens of a chat from its bytes.
         samples *= min(1.0, facts.st_size / chats / LETTERS / d.length)

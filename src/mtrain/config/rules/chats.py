@@ -11,7 +11,14 @@ from pathlib import Path, PurePath
 
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.paths import names_near, user_path
-from mtrain.config.disk.files import is_documents, kind_of, kind_of_chats, records_of, unreadable
+from mtrain.config.disk.files import (
+    form_of_preferences,
+    is_documents,
+    kind_of,
+    kind_of_chats,
+    records_of,
+    unreadable,
+)
 from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.rules.data import NO_MIDDLE, UNPACKED
 from mtrain.config.rules.finding import Finding, each
@@ -136,8 +143,7 @@ def text_only_keys(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT344", "data.eod_mask_loss", detail, [off])
     if d.fim.rate:
         yield Finding("MT344", "data.fim.rate", "the answers of a chat are learned", [NO_MIDDLE])
-    # Answers are judged one by one, so they must stay separate in a batch.
-    if d.kind in ("preference", "prompts") and d.packed:
+    if d.kind == "prompts" and d.packed:
         detail = "each answer stands in a row of its own"
         yield Finding("MT344", "data.packed", detail, [UNPACKED])
 
@@ -164,8 +170,9 @@ def text_file_format(run: RunConfig) -> Iterator[Finding]:
         what = "a chat"
         fix = "data=sft"
     elif found == "preference":
-        what = "a pair of answers"
-        fix = "data=preference objective=dpo"
+        labelled = form_of_preferences(d.path) == "labels"
+        what = "an answer with a label" if labelled else "a pair of answers"
+        fix = f"data=preference objective={'kto' if labelled else 'dpo'}"
     elif is_documents(d.path):
         what = "a document in JSON"
         prefix = PurePath(d.path).stem

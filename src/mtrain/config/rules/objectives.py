@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mtrain.config.disk.files import form_of_preferences
 from mtrain.config.resolve.defaults import CHATS
 from mtrain.config.rules.batch import MICRO
 from mtrain.config.rules.finding import DP, Change, Finding, each
@@ -15,6 +16,7 @@ from mtrain.config.schema.run import RunConfig
 
 NAME = "objective.name"
 TOP_K = "objective.distil_top_k"
+WEIGHTS = "objective.loss_weights"
 DPO = "objective=dpo data=mock data.seq_length=64"
 DISTIL = f"objective=distil objective.teacher={DRAWN} data=mock"
 ENCODERS = ("bert", "t5", "llava")
@@ -43,7 +45,8 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT328", NAME, detail, hint="data=prompts", also=("data.kind",))
     elif kind == "preference" and not run.objective.pairs:
         detail = f"data.kind is preference, and objective {name} reads no pairs"
-        yield Finding("MT328", NAME, detail, hint="objective=dpo", also=("data.kind",))
+        hint = "objective=dpo, or objective=kto for a file with labels"
+        yield Finding("MT328", NAME, detail, hint=hint, also=("data.kind",))
     elif kind == "prompts" and not run.objective.rolls:
         detail = f"data.kind is prompts, and objective {name} samples no answers"
         yield Finding("MT328", NAME, detail, hint="objective=grpo", also=("data.kind",))
@@ -54,7 +57,7 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
     reads=(
         f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy trainer.loss_average"
         " trainer.cuda_graph_impl data.kind data.packed data.fim.rate objective.reference"
-        " objective.kl_coef parallel.fsdp"
+        " objective.kl_coef parallel.fsdp parallel.hybrid_context_parallel"
     ),
 )
 def objective_terms(run: RunConfig) -> Iterator[Finding]:
@@ -77,8 +80,25 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
             "none",
             "log-probabilities are read between forward and backward",
         ),
-        ("data.packed", run.data.packed, False, "each answer stands in a row of its own"),
-        ("data.fim.rate", run.data.fim.rate, 0.0, "answers keep their order"),
+        (
+            "data.packed",
+            run.data.packed and run.data.kind != "prompts" and _apart(run),
+            False,
+            "this objective reads each answer in a row of its own",
+        ),
+        (
+            "parallel.hybrid_context_parallel",
+            run.parallel.hybrid_context_parallel,
+            False,
+            "it gives the two answers of a pair to different ranks",
+        ),
+        # MT344 says so of files of chats.
+        (
+            "data.fim.rate",
+            run.data.fim.rate and run.data.kind not in CHATS,
+            0.0,
+            "answers keep their order",
+        ),
         (
             "parallel.fsdp",
             run.objective.copies and run.parallel.fsdp != "none",
@@ -87,9 +107,14 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
         ),
     )
     for key, is_set, off, why in terms:
-        # MT344 says so of the pairs of a file.
-        if is_set and not (key.startswith("data.") and run.data.kind in CHATS):
+        if is_set:
             yield Finding("MT329", key, why, each(key, [off]))
+
+
+def _apart(run: RunConfig) -> bool:
+    """Return whether each answer stands in a row of its own."""
+    o = run.objective
+    return o.rolls or o.mismatches or o.reads_values
 
 
 @rule(
@@ -123,19 +148,48 @@ def head_of_objective(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT331", example=f"{DPO} {MICRO}=1"),
-    reads=f"{NAME} {MICRO} trainer.global_batch_size {DP}",
+    reads=f"{NAME} data.packed {MICRO} trainer.global_batch_size {DP}",
 )
 def whole_pairs(run: RunConfig) -> Iterator[Finding]:
     """Cannot compare answers because a micro-batch holds half of a pair, which is two samples."""
     t = run.trainer
-    if not run.objective.pairs or t.micro % 2 == 0:
+    if t.micro % run.together == 0:
         return
     rows = t.batch // run.parallel.dp
     even = [size for size in (t.micro - 1, t.micro + 1, 2) if size and rows % size == 0]
     yield Finding("MT331", MICRO, f"{t.micro} samples", each(MICRO, even))
 
 
-@rule("MT333", reads=f"{NAME} objective.reference objective.kl_coef data.kind")
+@rule(
+    Code("MT396", example=f"{DPO} objective.loss_type=[sigmoid,ipo] {WEIGHTS}=[1]"),
+    reads=f"{NAME} objective.loss_type {WEIGHTS}",
+)
+def weighted_losses(run: RunConfig) -> Iterator[Finding]:
+    """Cannot add up these losses because each needs one weight."""
+    o = run.objective
+    kinds = 1 if isinstance(o.loss_type, str) else len(o.loss_type or ())
+    weights = o.loss_weights
+    if weights is not None and len(weights) != kinds:
+        detail = f"{len(weights)} weights, and objective.loss_type has {kinds}"
+        yield Finding(
+            "MT396", WEIGHTS, detail, each(WEIGHTS, [None]), also=("objective.loss_type",)
+        )
+
+
+@rule("MT395", reads=f"{NAME} data.kind data.path", disk=True)
+def labelled_answers(run: RunConfig) -> Iterator[Finding]:
+    """Cannot compare the answers of this file because each line has one, with a label."""
+    o = run.objective
+    if run.data.kind == "preference" and o.contrasts and _labelled(run):
+        detail = f"objective {o.name}, and the first line of data.path has completion and label"
+        yield Finding("MT395", NAME, detail, each(NAME, ["kto"]), also=("data.path",))
+
+
+def _labelled(run: RunConfig) -> bool:
+    return form_of_preferences(run.data.path) == "labels"
+
+
+@rule("MT333", reads=f"{NAME} objective.reference objective.kl_coef data.kind data.packed")
 def precomputed_reference(run: RunConfig) -> Iterator[Finding]:
     """Require answers that are known before training where the reference is computed then."""
     o = run.objective
@@ -149,6 +203,9 @@ def precomputed_reference(run: RunConfig) -> Iterator[Finding]:
     if run.data.kind != "preference":
         detail = f"data.kind is {run.data.kind}, and its samples never end"
         yield Finding("MT333", "objective.reference", detail, frozen)
+    elif run.data.packed:
+        detail = "data.packed is true, and it computes single answers"
+        yield Finding("MT333", "objective.reference", detail, frozen, also=("data.packed",))
     elif o.mismatches:
         detail = f"objective {o.name} also reads answers after other prompts"
         yield Finding("MT333", "objective.reference", detail, frozen)

@@ -63,12 +63,12 @@ class UnresolvedData(Section):
     """text: files, tokenized once, with a BPE trained on them if there is no tokenizer; indexed:
     Megatron .bin/.idx; image_text: a folder of images and a JSON Lines file of texts, for the
     family llava; sft: chats of a JSON Lines file, formatted by the chat template of a tokenizer;
-    preference: the same with a chosen and a rejected answer; prompts: the same without an answer,
-    which the policy samples; mock: synthetic tokens, and images if the model reads some. null: text
-    if data.path or data.limit_mib is set, or for small vocabularies on a CPU; else mock. The first
-    line of a .jsonl file in data.path decides further: a chat is sft, a pair of answers preference,
-    and with an objective of rollouts any is prompts. For the family llava: image_text if data.path
-    is set, else mock.
+    preference: the same with a chosen and a rejected answer, a labelled or several scored ones;
+    prompts: the same without an answer, which the policy samples; mock: synthetic tokens, and
+    images if the model reads some. null: text if data.path or data.limit_mib is set, or for small
+    vocabularies on a CPU; else mock. The first line of a .jsonl file in data.path decides further:
+    a chat is sft, answers to compare are preference, and with an objective of rollouts any is
+    prompts. For the family llava: image_text if data.path is set, else mock.
     """
     path: Annotated[str | None, Key(effect=Effect.CONTENTS, aka="data_path data_prefix")] = None
     """text: a file or folder, null: the Python standard library of this machine; indexed: the

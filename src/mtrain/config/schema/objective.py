@@ -44,14 +44,21 @@ class ObjectiveConfig(Section):
     arXiv:2405.14734, which has 2.0 to 10). null: 0.1.
     """
     loss_type: Annotated[
-        LossType | None, Key(when="objective.name=dpo", null="sigmoid", aka="dpo_loss_type")
+        LossType | Annotated[tuple[LossType, ...], Field(min_length=1, strict=False)] | None,
+        Key(when="objective.name=dpo", null="sigmoid", aka="dpo_loss_type"),
     ] = None
-    """dpo: the function of both log-ratios. sigmoid: as in the paper; sigmoid_norm: of means over
+    """dpo: the function of both log-ratios, or a list of them, whose weighted sum is the loss.
+    sigmoid: as in the paper; sigmoid_norm: of means over
     the tokens of an answer (Lambert et al. 2024, arXiv:2411.15124, section 5.1); hinge: Zhao et al.
     2023, arXiv:2305.10425; ipo: arXiv:2310.12036, of means; robust: with labels that are wrong with
     the probability label_smoothing (Chowdhury et al. 2024, arXiv:2403.00409); apo_zero, apo_down:
     d'Oosterlinck et al. 2024, arXiv:2408.06266. null: sigmoid.
     """
+    loss_weights: Annotated[
+        Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None,
+        Key(when="objective.name=dpo"),
+    ] = Field(default=None, strict=False)
+    """dpo with a list of loss_type: the weight of each; null: 1 for each."""
     label_smoothing: Annotated[
         Annotated[float, Field(ge=0, lt=0.5)],
         Key(when="objective.loss_type=sigmoid|sigmoid_norm|robust"),
@@ -80,9 +87,9 @@ class ObjectiveConfig(Section):
     around 0 (Eisenstein et al. 2023, arXiv:2312.09244, equation 2; TRL recommends 0.01).
     """
     desirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
-    """kto: the weight of chosen answers (arXiv:2402.01306, lambda_D)."""
+    """kto: the weight of desirable answers (arXiv:2402.01306, lambda_D)."""
     undesirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
-    """kto: the weight of rejected answers (arXiv:2402.01306, lambda_U)."""
+    """kto: the weight of answers that are not desirable (arXiv:2402.01306, lambda_U)."""
     reference: Annotated[
         Reference | None,
         Key(when="objective.name=dpo|ipo|kto|grpo|rloo", aka="ref_model reference_model"),
@@ -237,13 +244,24 @@ class ObjectiveConfig(Section):
 
     @property
     def pairs(self) -> bool:
-        """Return whether a sample is an answer of a pair, the chosen one or the rejected one."""
+        """Return whether a sample is an answer, the chosen one or the rejected one."""
         return self.name in PAIRS
 
     @property
     def reads_values(self) -> bool:
         """Return whether the loss reads one number at each position, and no log-probability."""
         return self.name == "reward"
+
+    @property
+    def weighted_losses(self) -> tuple[tuple[LossType, float], ...]:
+        """Return the functions that a dpo loss is the sum of, with their weights."""
+        kinds = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type or ()
+        return tuple(zip(kinds, self.loss_weights or (1.0,) * len(kinds), strict=True))
+
+    @property
+    def contrasts(self) -> bool:
+        """Return whether the loss compares the two answers of a pair with each other."""
+        return self.pairs and self.name != "kto"
 
     @property
     def refers(self) -> bool:

@@ -178,6 +178,13 @@ class RunConfig(UnresolvedRun):
     trainer: TrainerConfig
     checkpoint: CheckpointConfig
 
+    @property
+    def together(self) -> int:
+        """Return the number of consecutive samples that stay in one micro-batch: 2, the answers of
+        a pair, which a packed sample has whole; else 1.
+        """
+        return 2 if self.objective.contrasts and not self.data.packed else 1
+
 
 # Sections with derived keys -> their class in a resolved run.
 DERIVED_SECTIONS: dict[str, type[Section]] = {

@@ -32,6 +32,8 @@ class EncodedChat:
     """bool [tokens]; the first is not predicted, so its value has no effect."""
     parsed: bool = False
     """True if the template received tool arguments parsed from their JSON text."""
+    chosen: bool = True
+    """False for the rejected answer of a pair, and for one with a label of false."""
 
 
 def encode_chat(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) -> EncodedChat:

@@ -3,8 +3,9 @@
 Two formats are read: {"messages": [{"role": ..., "content": ...}, ...]} of OpenAI's API, with
 `tool_calls` and tools; and {"conversations": [{"from": "human", "value": ...}, ...]} of ShareGPT.
 Either may have `tools`, a list or the JSON text of one, and `system`, a text. Pairs have `chosen`
-and `rejected`, which begin alike or follow a `prompt`; prompts for rollouts have no answer:
-https://huggingface.co/docs/trl/dataset_formats
+and `rejected`, which begin alike or follow a `prompt`; labelled answers have a `completion` and a
+`label`: https://huggingface.co/docs/trl/dataset_formats. Scored answers have `answers`, or
+`completions`, and `scores`. Prompts for rollouts have no answer.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from mtrain.data.chats.template import REASONING
-from mtrain.data.records import FLAGS, Keys, learned, require_learned
+from mtrain.data.records import FLAGS, Keys, is_learning_flag, learned, require_learned
 from mtrain.errors import CorruptData
 
 MAX_LINE = 64 << 20
@@ -50,6 +52,8 @@ AFTER: dict[str, tuple[str, ...]] = {
 }
 OF_A_CHAT = ("messages", "conversations", "tools", "system", "prompt")
 OF_A_PAIR = (*OF_A_CHAT, "chosen", "rejected")
+OF_AN_ANSWER = (*OF_A_CHAT, "completion", "label")
+OF_A_RANKING = (*OF_A_CHAT, "answers", "completions", "scores")
 OF_A_MESSAGE = (
     "role",
     "content",
@@ -195,13 +199,7 @@ def parse_pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat
         raise CorruptData(f"a pair has chosen and rejected; {' and '.join(missing)} is missing")
     keys.refuse_unknown(values, OF_A_PAIR, "the pair")
     require_learned(values, "the pair")
-    begin: list[Message] = []
-    if "messages" in values or "conversations" in values:
-        begin = _messages(values, "messages" if "messages" in values else "conversations", keys)
-    elif isinstance(values.get("prompt"), str):
-        begin = [{"role": "user", "content": values["prompt"]}]
-    elif values.get("prompt") is not None:
-        begin = _messages(values, "prompt", keys)
+    begin = _start(values, keys)
     chosen, rejected = (
         _with_system(values, [*begin, *_answer(values, name, keys)])
         for name in ("chosen", "rejected")
@@ -218,6 +216,77 @@ def parse_pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat
             raise CorruptData(f"its {name} answer is empty: give it a text, or remove the line")
     tools = _tools(values.get("tools"), keys)
     return _ordered(_made(chosen, tools, common)), _ordered(_made(rejected, tools, common))
+
+
+def parse_labelled(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, bool]:
+    """Return the chat of an object with one answer, whose prompt is not learned, and whether the
+    answer is desirable.
+
+    Raises:
+        CorruptData: the object is not a labelled answer, its chat is wrong, or its answer is empty.
+    """
+    values = keys.kept(values)
+    missing = [name for name in ("completion", "label") if name not in values]
+    if missing:
+        raise CorruptData(
+            f"a labelled answer has completion and label; {' and '.join(missing)} is missing"
+        )
+    keys.refuse_unknown(values, OF_AN_ANSWER, "the answer")
+    require_learned(values, "the answer")
+    if not is_learning_flag(values["label"]):
+        raise CorruptData(f"its label is {str(values['label'])[:40]!r}, and not true or false")
+    begin = _start(values, keys)
+    if not begin:
+        raise CorruptData("a labelled answer follows a prompt, which is missing")
+    answer = _answer(values, "completion", keys)
+    if not any(map(_says_something, answer)):
+        raise CorruptData("its completion is empty: give it a text, or remove the line")
+    whole = _with_system(values, [*begin, *answer])
+    chat = _made(whole, _tools(values.get("tools"), keys), len(whole) - len(answer))
+    return _ordered(chat), bool(values["label"])
+
+
+def parse_ranking(values: dict[str, Any], keys: Keys = NO_KEYS) -> list[tuple[Chat, Chat]]:
+    """Return the pairs of an object with scored answers: each two with different scores, of which
+    the higher one is chosen, from the best answer down; none if all scores are equal.
+
+    Raises:
+        CorruptData: scores are no numbers, or as many as the answers; or a pair is wrong.
+    """
+    values = keys.kept(values)
+    names = [name for name in ("answers", "completions") if name in values]
+    if len(names) != 1 or "scores" not in values:
+        raise CorruptData("scored answers have either answers or completions, and scores")
+    keys.refuse_unknown(values, OF_A_RANKING, "the scored answers")
+    answers, scores = values[names[0]], values["scores"]
+    if not (isinstance(answers, list) and isinstance(scores, list) and len(answers) == len(scores)):
+        raise CorruptData(f"its {names[0]} and scores are not two lists of one length")
+    for number, score in enumerate(scores, 1):
+        if isinstance(score, bool) or not isinstance(score, int | float):
+            raise CorruptData(f"score {number} is {str(score)[:40]!r}, and not a number")
+    begin = {key: value for key, value in values.items() if key not in (names[0], "scores")}
+    # Answers of one score keep the order of the file.
+    order = sorted(range(len(scores)), key=lambda place: -scores[place])
+    pairs = []
+    for better, worse in combinations(order, 2):
+        if scores[better] == scores[worse]:
+            continue
+        pair = {**begin, "chosen": answers[better], "rejected": answers[worse]}
+        try:
+            pairs.append(parse_pair(pair, keys))
+        except CorruptData as error:
+            which = f"answer {better + 1} as chosen, {worse + 1} as rejected"
+            raise CorruptData(f"{which}: {error}") from None
+    return pairs
+
+
+def _start(values: dict[str, Any], keys: Keys) -> list[Message]:
+    """Return the messages before an answer; none if the answer has them itself."""
+    if "messages" in values or "conversations" in values:
+        return _messages(values, "messages" if "messages" in values else "conversations", keys)
+    if isinstance(values.get("prompt"), str):
+        return [{"role": "user", "content": values["prompt"]}]
+    return [] if values.get("prompt") is None else _messages(values, "prompt", keys)
 
 
 def _says_something(message: Message) -> bool:

@@ -2,8 +2,8 @@
 
 A prepared file is a folder of the cache: `tokens.bin/.idx` with one document for a chat and two for
 a pair; `learned.bin`, the loss mask, a byte for each token; `chats.bin`, the source line and the
-learned range of each document (0 of a prompt); `rejects.jsonl`, the lines that are not JSON; and of
-prompts `records.jsonl`, the line of each document.
+learned range of each document (0 of a prompt), and whether it is chosen; `rejects.jsonl`, the lines
+that are not JSON; and of prompts `records.jsonl`, the line of each document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from mmap import mmap
 from pathlib import Path
@@ -28,7 +28,7 @@ import numpy as np
 
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
-from mtrain.config.disk.files import records_of
+from mtrain.config.disk.files import PreferenceForm, form_of, records_of
 from mtrain.config.resolve.model_tokenizer import sha256_of
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats import messages
@@ -47,15 +47,18 @@ if TYPE_CHECKING:  # importing it loads the tokenizers library
     from mtrain.data.text.tokenizer import Tokenizer
 
 
-FORMAT = 5
+FORMAT = 6
 META = "meta.json"
 TOKENS = "tokens"
 LEARNED = "learned.bin"
 TABLE = "chats.bin"
 REJECTS = "rejects.jsonl"
 RECORDS = "records.jsonl"
-# Columns of `chats.bin`, int64, a row for each document: line, first and last learned token
-COLUMNS = 3
+# Columns of `chats.bin`, int64, a row for each document: line, first and last learned token, and 1
+# if it is chosen, else 0
+COLUMNS = 4
+# Lines at the start of a file in which the first preference tells the form of all
+MOST_BEFORE = 1000
 # Characters of a line that `rejects.jsonl` shows
 SHOWN = 200
 
@@ -86,7 +89,8 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     def make(building: Path) -> None:
         lines = JsonLines(file)
         _make_room(folder.parent, note)
-        what = {"sft": "chats", "preference": "pairs", "prompts": "prompts"}[data.kind]
+        kinds = {"sft": "chats", "preference": "preferences", "prompts": "prompts"}
+        what = kinds[data.kind]
         note(f"{file}: encoding {len(lines)} {what} with the chat template")
         _make(lines, data, form, loaded, building)
 
@@ -163,20 +167,43 @@ def _meta(folder: Path) -> dict[str, Any] | None:
     return meta if complete and meta["sizes"] else None
 
 
-def _work(data: DataConfig, form: ChatFormat, tokenizer: Tokenizer) -> Work:
-    """Return the function that encodes a line: its chat, or its chosen and rejected chats."""
+def _form(lines: JsonLines) -> PreferenceForm:
+    """Return the form of the preferences of a file: that of the first preference in it."""
+    for number in range(min(len(lines), MOST_BEFORE)):
+        with contextlib.suppress(CorruptData):
+            form = form_of(messages.parse_line(lines.line(number)))
+            if form is not None:
+                return form
+    return "pairs"
+
+
+def _work(
+    data: DataConfig, form: ChatFormat, tokenizer: Tokenizer, preferences: PreferenceForm | None
+) -> Work:
+    """Return the function that encodes a line: its chat, or the chosen and the rejected chat of
+    each pair in it, or its labelled one.
+    """
     keys = Keys(frozenset(data.ignored_keys), "\n".join(form.templates.values()))
 
     def encode(line: bytes) -> Sequence[EncodedChat]:
         values = messages.parse_line(line)
         if data.kind == "prompts":
             return [encode_prompt(messages.parse_prompt(values, keys), form, tokenizer)]
-        chats: Sequence[messages.Chat]
-        if data.kind == "sft":
-            chats = [messages.parse_chat(values, keys)]
+        chats: list[tuple[messages.Chat, bool]]
+        if preferences is None:
+            chats = [(messages.parse_chat(values, keys), True)]
+        elif preferences == "labels":
+            chats = [messages.parse_labelled(values, keys)]
         else:
-            chats = messages.parse_pair(values, keys)
-        return [encode_chat(chat, form, tokenizer, data.loss_on) for chat in chats]
+            if preferences == "scores":
+                pairs = messages.parse_ranking(values, keys)
+            else:
+                pairs = [messages.parse_pair(values, keys)]
+            chats = [one for pair in pairs for one in zip(pair, (True, False), strict=True)]
+        return [
+            replace(encode_chat(chat, form, tokenizer, data.loss_on), chosen=chosen)
+            for chat, chosen in chats
+        ]
 
     return encode
 
@@ -190,6 +217,9 @@ def _make(
     chats = 0
     bad = 0
     parsed = 0
+    used = 0
+    last = -1
+    preferences = _form(lines) if data.kind == "preference" else None
     names = (LEARNED, TABLE, REJECTS, *((RECORDS,) if data.kind == "prompts" else ()))
     files = [open(folder / name, "wb") for name in names]  # noqa: SIM115
     known, table, rejects, *records = files
@@ -199,25 +229,34 @@ def _make(
     ):
         for file in files:
             stack.enter_context(file)
-        encoded = encode_lines(lines, _work(data, form, tokenizer))
+        encoded = encode_lines(lines, _work(data, form, tokenizer, preferences))
         for number, chat in _kept(lines, enumerate(encoded), data, rejects):
             places = np.flatnonzero(chat.learned[1:]) + 1
             writer.add(chat.ids)
             ends = (places[0], places[-1]) if len(places) else (0, 0)
-            table.write(np.array([lines.numbers[number], *ends], "<i8").tobytes())
+            row = [lines.numbers[number], *ends, chat.chosen]
+            table.write(np.array(row, "<i8").tobytes())
+            used += number != last
+            last = number
             for file in records:
                 line = lines.line(number).removeprefix(b"\xef\xbb\xbf").strip() + b"\n"
                 digest.update(line)
                 file.write(line)
             known.write(chat.learned.tobytes())
             digest.update(chat.ids.tobytes() + chat.learned.tobytes())
+            if preferences == "labels":
+                digest.update(bytes([chat.chosen]))
             parsed += chat.parsed
             learned += len(places)
             largest = max(largest, int(chat.ids.max()))
             chats += 1
         bad = rejects.tell()
     if not chats:
-        raise CorruptData(f"{lines.file}: it has no chat")
+        why = "it has no chat"
+        if preferences == "scores":
+            why = "no line of it makes a pair, because all scores of a prompt are equal"
+        raise CorruptData(f"{lines.file}: {why}")
+    bad_lines = sum(1 for _ in open(folder / REJECTS, "rb")) if bad else 0  # noqa: SIM115
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     meta = {
         "kind": data.kind,
@@ -226,7 +265,10 @@ def _make(
         "tokens": sizes[f"{TOKENS}.bin"] // writer.dtype.itemsize,
         "learned": learned,
         "parsed_arguments": parsed,
-        "bad_lines": sum(1 for _ in open(folder / REJECTS, "rb")) if bad else 0,  # noqa: SIM115
+        "bad_lines": bad_lines,
+        "preferences": preferences,
+        "lines": len(lines),
+        "lines_unused": len(lines) - used - bad_lines,
         "largest_id": largest,
         "fingerprint": digest.hexdigest()[:32],
         "sizes": sizes,
@@ -268,8 +310,9 @@ MOST_PROCESSES = 16
 # Chats that justify the start of another process
 WORTH_A_PROCESS = 512
 MOST_TOKENS = 1 << 26
-# Kind and length of a part. E, or P if tool arguments were parsed: ids of a chat; T: their loss
-# mask; X and R: a fault, R of a line that is not JSON; N: the end of a line.
+# Kind and length of a part. E, or P if tool arguments were parsed: ids of a chat, in lower case of
+# one that is not chosen; T: their loss mask; X and R: a fault, R of a line that is not JSON; N: the
+# end of a line.
 _HEAD = struct.Struct("<cI")
 Work = Callable[[bytes], Sequence[EncodedChat]]
 
@@ -343,9 +386,10 @@ class _Writer:
                 return Fault(body.decode("utf-8", "replace"), kind == b"R")
             known, learned = self._part()
             ids = np.frombuffer(body, "<i4").astype(np.int64)
-            if kind not in (b"E", b"P") or known != b"T" or len(learned) != len(ids):
+            if kind not in (b"E", b"P", b"e", b"p") or known != b"T" or len(learned) != len(ids):
                 raise self._died(number)
-            out.append(EncodedChat(ids, np.frombuffer(learned, np.uint8) != 0, kind == b"P"))
+            mask = np.frombuffer(learned, np.uint8) != 0
+            out.append(EncodedChat(ids, mask, kind.upper() == b"P", kind.isupper()))
 
     def _part(self) -> tuple[bytes, bytes]:
         head = self.pipe.read(_HEAD.size)
@@ -428,8 +472,9 @@ def _send(pipe: BinaryIO, result: Result) -> None:
     for one in result:
         ids = one.ids.astype("<i4").tobytes()
         learned = one.learned.tobytes()
+        kind = b"P" if one.parsed else b"E"
         pipe.write(
-            _HEAD.pack(b"P" if one.parsed else b"E", len(ids))
+            _HEAD.pack(kind if one.chosen else kind.lower(), len(ids))
             + ids
             + _HEAD.pack(b"T", len(learned))
             + learned

@@ -60,11 +60,23 @@ class Prepared:
     def __len__(self) -> int:
         return len(self.table) // self.group
 
+    def whole_lines(self, split: Sequence[float]) -> list[range]:
+        """Return the groups of each split: consecutive lines, with all of their pairs."""
+        lines = self.table[:: self.group, 0]
+        bounds = [*np.flatnonzero(np.diff(lines, prepend=-1)).tolist(), len(lines)]
+        parts = split_records(len(bounds) - 1, split)
+        return [range(bounds[part.start], bounds[part.stop]) for part in parts]
+
     def learnable(self, length: int) -> np.ndarray:
         """Return whether all documents of each group learn something in their first `length`
         tokens; bool [n].
         """
         return np.asarray((self.table[:, 1] < length).reshape(-1, self.group).all(axis=1))
+
+    def fits(self, length: int, multiple: int) -> np.ndarray:
+        """Return whether each group fits whole into a sample of `length` tokens; bool [n]."""
+        rooms = -(-self.dataset.lengths.astype(np.int64) // multiple) * multiple
+        return np.asarray(rooms.reshape(-1, self.group).sum(axis=1) <= length)
 
     def sizes(self, chats: np.ndarray, length: int) -> np.ndarray:
         """Return the sizes of documents that are cut at `length`; int64."""
@@ -128,10 +140,13 @@ class Sample:
     starts: tuple[int, ...]
     """The places where its documents begin; padding at the end counts as a document."""
     documents: tuple[int, ...]
+    chosen: bool = True
+    """False for the rejected answer of a pair, and for one with a label of false."""
 
 
 class ChatSamples:
-    """The samples of a split, in one epoch after another; `len` is the number of one epoch.
+    """The samples of a split, in one epoch after another; `len` is the number of one epoch. They
+    are chats, labelled answers, or windows of pairs, whose answers follow each other.
 
     The order of epoch e is drawn from the seed and e. A chat is cut at `seq_length` tokens; it is
     left out if it then learns nothing. With `multiple`, a sample is the chats of one of `windows`,
@@ -196,7 +211,8 @@ class ChatSamples:
         # packed attention needs a document for every token, padding included
         if at < length and self.multiple is not None:
             starts.append(at)
-        return Sample(tokens, learned, tuple(starts), documents)
+        chosen = bool(self.chats.table[documents[0], 3])
+        return Sample(tokens, learned, tuple(starts), documents, chosen)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return int64 [n, seq_length + 1]: token ids, `NOTHING` for padding.
@@ -370,11 +386,13 @@ def open_chats(
     problem = corpus.vocabulary_problem(vocab_size)
     if problem is not None:
         raise ConfigError([problem])
-    chats = Prepared(corpus, 2 if data.kind == "preference" else 1)
+    chats = Prepared(corpus, 2 if corpus.meta["preferences"] in ("pairs", "scores") else 1)
     learnable = chats.learnable(data.length)
+    if data.packed and chats.group == 2:
+        learnable &= chats.fits(data.length, data.packed_multiple or 1)
     problems = []
     out: dict[str, ChatSamples | PairSamples | PromptSamples | None] = dict.fromkeys(SHARES)
-    for name, part in zip(SHARES, split_records(len(chats), data.split), strict=True):
+    for name, part in zip(SHARES, chats.whole_lines(data.split), strict=True):
         kept = part.start + np.flatnonzero(learnable[part.start : part.stop])
         if len(kept):
             # evaluations of all runs read the same chats, whatever their seed
@@ -420,9 +438,9 @@ def _samples(
     }
     if data.kind == "prompts":
         return PromptSamples(chats, kept, data.length, seed, vocab_size, name, counts)
-    if data.kind == "preference":
+    if chats.group == 2 and not data.packed:
         return PairSamples(chats, kept, data.length, seed, vocab_size, name, counts)
-    windows = Windows(kept, np.arange(len(kept) + 1))
+    windows = Windows(documents, np.arange(len(documents) + 1))
     if data.packed:
         multiple = data.packed_multiple or 1
         windows = _packed(data, chats, documents, multiple, part)
@@ -434,6 +452,7 @@ def _packed(
 ) -> Windows:
     """Return the windows that first fit makes of the chats of a split, from the cache or new."""
     settings = [chats.corpus.meta["fingerprint"], data.length, multiple, part.start, part.stop]
+    settings += [chats.group] if chats.group > 1 else []
     # the seed has no part in it: it only orders the windows
     digest = hashlib.sha256(strict_json.dumps(settings).encode()).hexdigest()[:16]
     folder = user_path(data.cache_dir) / f"windows-{digest}"
@@ -449,7 +468,8 @@ def _packed(
 
     def make(building: Path) -> None:
         sizes = -(-chats.sizes(documents, data.length) // multiple) * multiple
-        order, starts = first_fit(sizes, data.length)
+        # A pair is one item: both of its answers are in one window.
+        order, starts = first_fit(sizes.reshape(-1, chats.group).sum(axis=1), data.length)
         (building / WINDOWS).write_bytes(np.concatenate([order, starts]).astype("<i8").tobytes())
         rows = {"kind": "windows", "chats": len(order), "windows": len(starts) - 1}
         (building / META).write_text(strict_json.dumps(rows) + "\n", encoding="utf-8")
@@ -459,6 +479,7 @@ def _packed(
     values = _mapped(folder / WINDOWS, np.dtype("<i8"))
     order = values[: counts["chats"]]
     starts = values[counts["chats"] :]
-    if len(order) != len(documents) or len(starts) != counts["windows"] + 1:
+    groups = documents.reshape(-1, chats.group)
+    if len(order) != len(groups) or len(starts) != counts["windows"] + 1:
         raise CorruptData(f"{folder}: its windows are of other chats: remove the folder")
-    return Windows(documents[order], starts)
+    return Windows(groups[order].ravel(), chats.group * starts)

@@ -9,14 +9,26 @@ from mtrain.data import BlendOfDocuments, ChatSamples, PairSamples, Splits, Whol
 from mtrain.data.answers import answer_collator
 from mtrain.data.batch import (
     Collator,
-    MockPairs,
     Packing,
     chat_collator,
     document_collator,
     next_token_collator,
-    pair_collator,
 )
+from mtrain.data.pairs import MockPairs, packed_pair_collator, pair_collator
 from mtrain.data.samples.token_stream import FillInTheMiddle
+from mtrain.errors import ConfigError
+
+
+def require_labels_read(run: RunConfig) -> None:
+    """Raise ConfigError for a run whose objective compares two answers, and whose file has single
+    ones with labels.
+    """
+    name = run.objective.name
+    if run.objective.contrasts:
+        rule = (
+            f"{run.data.path} has single answers with labels, and {name} compares two of a prompt"
+        )
+        raise ConfigError.of("MT395", "objective.name", name, rule, "objective=kto")
 
 
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
@@ -25,9 +37,15 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     data = run.data
     ends = splits.document_ends
     if run.objective.pairs:
-        pairs = source if isinstance(source, PairSamples) else MockPairs(source)
         o = run.objective
-        return pair_collator(pairs, mismatched=o.mismatches, at_ends=o.reads_values)
+        if isinstance(source, ChatSamples) and source.chats.group == 1:
+            require_labels_read(run)
+        if data.packed:
+            is_file = isinstance(source, ChatSamples)
+            rows = source if is_file else MockPairs(source, data.packed_multiple or 1)
+            return packed_pair_collator(rows)
+        answers = source if isinstance(source, PairSamples | ChatSamples) else MockPairs(source)
+        return pair_collator(answers, mismatched=o.mismatches, at_ends=o.reads_values)
     if run.objective.rolls:
         most = run.rollout.tokens(data.length)
         return answer_collator(source, run.objective.divisor, most)

@@ -254,8 +254,8 @@ class Space:
     def _micro(self, run: RunConfig) -> Iterator[Change]:
         common = gcd(*(size for _, size in batch_stages(run)))
         sizes = divisors(common, max(1, MOST_TOKENS // run.data.length))
-        if run.objective.pairs:
-            sizes = [n for n in sizes if n % 2 == 0] or [2]
+        least = run.together
+        sizes = [n for n in sizes if n % least == 0] or [least]
         halves = [n for n in sizes if n & (n - 1) == 0]
         for micro in self._of(
             "trainer.micro_batch_size", [*reversed(sizes if common % HALVED else halves)]

@@ -48,7 +48,9 @@ class Measured:
     samples: int
     seconds: float
     accuracy: float | None
-    """Share of the pairs whose chosen answer has the higher reward; None without pairs."""
+    """`reward_accuracy`: the share of pairs, or of answers with labels, that are judged rightly;
+    None without answers.
+    """
 
 
 def evaluate(
@@ -150,7 +152,7 @@ def _page(result: Measured) -> str:
         per_byte = f", {result.bits_per_byte:.4f} bits per byte of {result.bytes}"
     first = f"loss {result.loss:.4f} nats per token"
     if result.accuracy is not None:
-        first = f"loss {result.loss:.4f}, accuracy {result.accuracy:.1%} of pairs"
+        first = f"loss {result.loss:.4f}, accuracy {result.accuracy:.1%}"
     if result.perplexity is not None:
         first += (
             f", perplexity {result.perplexity:.2f}\n{result.bits_per_token:.4f} bits per"

@@ -243,6 +243,7 @@ def may_pad(run: RunConfig) -> bool:
     d = run.data
     return (
         d.kind in (*CHATS, "image_text")
+        or run.objective.pairs
         or d.whole_documents
         or (d.packed and (d.packed_multiple or 1) > 1)
     )

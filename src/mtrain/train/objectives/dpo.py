@@ -17,15 +17,15 @@ class Dpo(PairObjective):
         """Return the loss of each pair, and beta times the log-ratios as rewards."""
         o = self.run.objective
         assert o.beta is not None
-        assert o.loss_type is not None
-        losses = dpo_losses(pairs, o.loss_type, o.beta, o.label_smoothing)
-        losses = losses - o.nll_weight * mean(pairs.chosen, pairs.chosen_tokens)
+        losses = -o.nll_weight * mean(pairs.chosen, pairs.chosen_tokens)
+        for kind, weight in o.weighted_losses:
+            losses = losses + weight * dpo_losses(pairs, kind, o.beta, o.label_smoothing)
         return Compared(losses, o.beta * pairs.chosen_ratio, o.beta * pairs.rejected_ratio)
 
 
 def dpo_losses(pairs: Pairs, kind: str, beta: float, smoothing: float) -> Tensor:
-    """Return the loss of each pair by `objective.loss_type`, with a share `smoothing` of labels the
-    other way round.
+    """Return the loss of each pair by one `objective.loss_type`, with a share `smoothing` of labels
+    the other way round.
     """
     chosen = pairs.chosen_ratio
     rejected = pairs.rejected_ratio
