@@ -56,6 +56,9 @@ def test_generated_text_temperature_zero_is_greedy() -> None:
         shares[i] = (
             sum(
                 drawn(logits, Sampling(temperature=temperature), generator)[0] == 2
+        drawn[i] = (
+            sum(
+                draw(logits, Sampling(temperature=temperature), generator)[0] == 2
                 for _ in range(500)
             )
             / 500
@@ -63,6 +66,9 @@ def test_generated_text_temperature_zero_is_greedy() -> None:
     assert shares[0] == pytest.approx(float(torch.softmax(logits / 0.5, -1)[2]), abs=0.06)
     assert shares[1] == pytest.approx(float(torch.softmax(logits / 5, -1)[2]), abs=0.06)
     assert drawn(logits, Sampling(temperature=0), torch.Generator()) == (2, 0.0)
+    assert drawn[0] == pytest.approx(float(torch.softmax(logits / 0.5, -1)[2]), abs=0.06)
+    assert drawn[1] == pytest.approx(float(torch.softmax(logits / 5, -1)[2]), abs=0.06)
+    assert draw(logits, Sampling(temperature=0), torch.Generator()) == (2, 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.layers.padding import padding_is
 from mtrain.train.generate.decoder import BLOCK, Decoder
 from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
-from mtrain.train.generate.sampling import drawn, noise_of
+from mtrain.train.generate.sampling import draw, noise_of
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.heartbeat import waiting as waiting_for_others
 from mtrain.world.init import World
@@ -435,7 +435,7 @@ class Text:
         """Return the next token, the number of the ending that it causes, and its
         log-probability.
         """
-        choice, value = drawn(logits, self._sampling, self._generator)
+        choice, value = draw(logits, self._sampling, self._generator)
         return choice, ENDINGS.index(self.ending(choice)), value
 
     def noise(self, vocabulary: int) -> torch.Tensor:

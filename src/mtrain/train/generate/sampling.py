@@ -8,7 +8,7 @@ from torch import Tensor
 from mtrain.train.generate.request import Sampling
 
 
-def drawn(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float]:
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float]:
     """Return a token id from `logits` [vocabulary], and the nats of its probability in the
     distribution that it was drawn from.
     """
@@ -25,7 +25,7 @@ def chosen(logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Tensor:
     """Return token ids [rows] from `logits` [rows, vocabulary], without the host.
 
     With a temperature, `noise` has the shape of the logits and is drawn by `noise_of`. The ids are
-    those that `drawn` returns with the same generators: an exponential race is how
+    those that `draw` returns with the same generators: an exponential race is how
     `torch.multinomial` draws one number.
     """
     if noise is None:

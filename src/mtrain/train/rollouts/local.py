@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,9 +23,10 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.mcore import api as mcore
 from mtrain.mcore.state.sharding import gathered
-from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
+from mtrain.train.generate.request import LENGTH, Continuation, Sampling
 from mtrain.train.generate.sampler import Sampler, Text, evaluated
 from mtrain.train.rollouts.engine import Prompt, Rollout
+from mtrain.train.rollouts.exchange import packed, seed_of, unpacked
 from mtrain.world.heartbeat import begin_phase, waiting
 from mtrain.world.init import World
 
@@ -77,8 +77,8 @@ class LocalEngine:
             why = self.obstacle()
             if why and self.world.grid.cp > 1:
                 cp = self.world.grid.cp
-                rule = f"cp {cp}, and {why}"
-                raise ConfigError.of("MT334", "parallel.cp", cp, rule, "parallel.cp=1")
+                fix = "parallel.cp=1"
+                raise ConfigError.of("MT334", "parallel.cp", cp, f"cp {cp}, and {why}", fix)
             if why:
                 texts = self._in_groups(prompts, sampling)
             else:
@@ -100,10 +100,12 @@ class LocalEngine:
         All ranks call it together.
         """
         model = self.run.model
+        # A state has no places: it would need a padding of its own for each row.
         if model.linear_attention is not None or model.hybrid:
             return "states of linear attention or Mamba-2 layers are at one token for all rows"
         why = self.sampler.obstacle_to(self.sampler.context + self.sampler.multiple)
         own = (mcore.places_obstacle(chunk) for chunk in self.chunks)
+        # Stages have other layers, and must go the same way.
         return self.world.first_problem(why or next((reason for reason in own if reason), ""))
 
     def _in_groups(
@@ -119,17 +121,12 @@ class LocalEngine:
                 sampling,
                 ending=self.ending,
                 stop=self.stop,
-                seeds=[self.seed_of(prompt, sampling) for prompt in group],
+                seeds=[seed_of(self.run, sampling, prompt) for prompt in group],
             )
             if found is None:
                 return None
             texts += found
         return texts
-
-    def seed_of(self, prompt: Prompt, sampling: Sampling) -> int:
-        """Return the seed of the draws of one answer."""
-        seed = self.run.trainer.seed if sampling.seed is None else sampling.seed
-        return int(np.random.SeedSequence((seed, prompt.number)).generate_state(1, np.uint64)[0])
 
     def push(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Note the version: the weights are those that are trained."""
@@ -173,13 +170,15 @@ class _Rows:
     def _text(self, prompt: Prompt, sampling: Sampling) -> Text:
         # The last token need not be read.
         most = min(sampling.tokens, self.sampler.context + 1 - len(prompt.ids))
-        generator = torch.Generator().manual_seed(self.engine.seed_of(prompt, sampling))
+        seed = seed_of(self.engine.run, sampling, prompt)
+        generator = torch.Generator().manual_seed(seed)
         limits = replace(sampling, tokens=most)
         return Text(list(prompt.ids), limits, generator, self.engine.ending)
 
     def drawn(self) -> list[Continuation] | None:
         """Return the texts of all ranks, in their order; None if a rank stops."""
         while True:
+            # Long answers are progress, which the watchdog of a hang has to see.
             begin_phase("generation")
             while self._any(bool(self.waiting) and None in self.rows):
                 self._join()
@@ -208,6 +207,7 @@ class _Rows:
             self._add({}, None)
             return
         ids = list(self.texts[self.waiting[0]].ids) if self.waiting else [0]
+        # Without other prompts, so that only its own length shapes its products.
         logits = self._read(ids, free[0])
         joined: dict[int, Text] = {}
         while self.waiting and len(joined) < len(free):
@@ -237,6 +237,7 @@ class _Rows:
             if text is not None:
                 tokens[row, 0] = text.ids[-1]
                 places[row] = len(text.ids) - 1
+        # A free row reads its first place again, which the next prompt writes over.
         places = places.to(self.device)
         positions = places[:, None] + torch.arange(width, device=self.device)
         self.cache.begin_step()
@@ -273,18 +274,13 @@ class _Rows:
         longest, stops = facts.tolist()
         if stops:
             return None
-        sent = torch.zeros((self.count, 2 * longest + 2), dtype=torch.float64)
+        own = {}
         if self.draws and self.engine.world.coords["cp"] == 0:
-            for i, text in self.texts.items():
-                count = len(text.added)
-                row = [count, ENDINGS.index(text.ended), *text.added, *text.log_probabilities]
-                sent[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
-        sent = sent.to(self.device)
+            own = {
+                i: Continuation(text.added, text.ended, text.log_probabilities)
+                for i, text in self.texts.items()
+            }
+        sent = packed(own, self.count, longest).to(self.device)
         with waiting():
             dist.all_reduce(sent)
-        texts = []
-        for count, ended, *values in sent.tolist():
-            n = int(count)
-            ids = [int(value) for value in values[:n]]
-            texts.append(Continuation(ids, ENDINGS[int(ended)], values[n : 2 * n]))
-        return texts
+        return unpacked(sent)
