@@ -4,7 +4,9 @@ and a run that learns.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -24,7 +26,7 @@ from tests.distributed.test_endings import End, train
 from tests.distributed.test_pairs import FEW, LAYOUTS, OF_THE_LOOP, run_of, two_steps
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
-from tests.support.forked import import_engine, run_ranks
+from tests.support.forked import RankFailed, import_engine, run_ranks
 from tests.support.runs import tiny_run, whole_tensors
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -112,17 +114,19 @@ def prompts_run(home: Path, **given: Any) -> RunConfig:
     )
     steps = given.pop("steps", 2)
     batch = {"micro_batch_size": given.pop("micro", 2), "global_batch_size": 8}
-    rollout = {"max_tokens": 4, "rewards": ("exact", "length"), "reward_workers": 1}
+    rollout: dict[str, Any] = {"max_tokens": 4, "rewards": ("exact", "length"), "reward_workers": 1}
+    rollout["updates"] = given.pop("updates", 1)
     run = tiny_run(
         model=FEW | {"vocab_size": 320},
         trainer=batch | {"train_iters": steps} | given.pop("trainer", {}),
         optim={"warmup_iters": 0} | given.pop("optim", {}),
         **given,
     )
+    keys = {"group_size": 4, "scale_rewards": "batch"} | given.pop("keys", {})
     sections = {
         "data": data,
-        "objective": ObjectiveConfig(name="grpo", group_size=4, scale_rewards="batch"),
-        "rollout": RolloutConfig(**rollout),  # type: ignore[arg-type]
+        "objective": ObjectiveConfig(name="grpo", **keys),
+        "rollout": RolloutConfig(**rollout),
     }
     changed = run.model_copy(update=sections)
     return resolve(changed, Machine(cpu_cores=1, memory_bytes=0))
@@ -191,6 +195,22 @@ def test_answers_recorded_are_the_same_step(layout: str, tmp_path: Path) -> None
     here = whole_tensors(tmp_path / "two" / inside)
     for name, value in whole_tensors(tmp_path / "one" / inside).items():
         assert torch.allclose(here[name], value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2", "micro8"])
+def test_answers_of_two_updates_are_clipped(layout: str, tmp_path: Path) -> None:
+    """Take ratios to the policy that sampled, of whole answers, in any split."""
+    import_engine()
+    given: dict[str, Any] = {"steps": 4, "updates": 2, "optim": {"lr": 0.02, "warmup_iters": 0}}
+    given["keys"] = {"policy_loss": "gspo"}
+    wanted = run_ranks(1, records, prompts_run(tmp_path, **given), tmp_path / "one", True)[0]
+    clipped = [step["clip_share"] > 0 for step in wanted]
+    assert clipped == [False, True, False, True]
+    run = prompts_run(tmp_path, **given, **LAYOUTS[layout])
+    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", True):
+        for step, same in zip(found, wanted, strict=True):
+            assert step == {k: pytest.approx(v, rel=1e-3, abs=1e-4) for k, v in same.items()}
 
 
 @pytest.mark.full
@@ -264,6 +284,58 @@ def test_answers_resumed_are_bitwise_equal(tmp_path: Path) -> None:
     assert run_ranks(1, job, True)[0] == whole[2:]
     first, second = (
         whole_tensors(tmp_path / str(resumed) / "step_00000004") for resumed in (False, True)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["rollout", "reward", "step", "save"])
+def test_answers_killed_run_resumes_bitwise(moment: str, tmp_path: Path) -> None:
+    """Kill a run twice, at a moment of two steps; it ends with the weights of an undisturbed
+    one.
+    """
+    run = prompts_run(tmp_path, steps=4, optim={"lr": 1e-2, "warmup_iters": 0})
+    saves = run.checkpoint.model_copy(update={"save_interval": 1, "keep": None})
+    run = run.model_copy(update={"checkpoint": saves})
+
+    def job(home: Path, at: int | None) -> End:
+        from mtrain.ckpt import state
+        from mtrain.ckpt.folder import committed
+        from mtrain.train.loop import step
+        from mtrain.train.rollouts.judges import Judges
+        from mtrain.train.rollouts.local import LocalEngine
+
+        owner, name = {
+            "rollout": (LocalEngine, "generate"),
+            "reward": (Judges, "verdicts"),
+            "step": (step, "update"),
+            "save": (state, "save"),
+        }[moment]
+        real = getattr(owner, name)
+        calls = 0
+
+        def deadly(*given: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            found = real(*given, **more) if name in ("generate", "update") else None
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given, **more) if found is None else found
+
+        setattr(owner, name, deadly)
+        kept = committed(home / "checkpoints") if home.exists() else []
+        return train(run, home, kept[-1] if kept else None)
+
+    import_engine()
+    run_ranks(1, job, tmp_path / "whole", None)
+    for at in (2, 2):
+        with pytest.raises(RankFailed):
+            run_ranks(1, job, tmp_path / "killed", at)
+    (end,) = run_ranks(1, job, tmp_path / "killed", None)
+    assert end.error == ""
+    first, second = (
+        whole_tensors(tmp_path / name / "checkpoints" / "step_00000004")
+        for name in ("whole", "killed")
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
 

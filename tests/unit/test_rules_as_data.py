@@ -78,7 +78,7 @@ ALONE += [{**PAIRS, "objective.reference": kind} for kind in ("precomputed", "ad
 ROLLED = {"objective.name": "grpo", "data.kind": "mock"}
 ALONE += [ROLLED, {**ROLLED, "objective.kl_coef": 0.1, "objective.reference": "precomputed"}]
 ALONE += [{**ROLLED, "objective.group_size": size} for size in (1, 3)]
-ALONE += [{"objective.name": "distil", "objective.teacher": "drawn", "data.kind": "mock"}]
+ALONE.append({**ROLLED, "rollout.updates": 4, "resilience.rerun": "on_anomaly"})
 FORMAT = {"rollout.rewards": ["format"], "rollout.reward_weights": [1.0, 2.0]}
 ALONE += [{**ROLLED, "data.kind": "prompts"}, {**ROLLED, "data.kind": "prompts", **FORMAT}]
 ALONE.append({"objective.name": "distil", "objective.teacher": "drawn", "data.kind": "mock"})

@@ -36,6 +36,13 @@ class RolloutConfig(Section):
         PositiveInt, Key(effect=Effect.PARALLELISM, aka="max_num_seqs", unit="answers")
     ] = 32
     """Answers that are sampled together; each does not depend on the others."""
+    updates: Annotated[
+        PositiveInt, Key(aka="num_iterations steps_per_generation ppo_epochs", unit="steps")
+    ] = 1
+    """Steps whose answers are sampled at once, with the weights before the first of them. From the
+    second on, ratios are to the policy that sampled and are clipped; the trainer computes its
+    log-probabilities once. A run that resumes between such steps samples the rest anew.
+    """
     rewards: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None, Key(aka="reward_funcs")
     ] = Field(default=None, strict=False)
