@@ -115,7 +115,7 @@ def prompts_run(home: Path, **given: Any) -> RunConfig:
     steps = given.pop("steps", 2)
     batch = {"micro_batch_size": given.pop("micro", 2), "global_batch_size": 8}
     rollout: dict[str, Any] = {"max_tokens": 4, "rewards": ("exact", "length"), "reward_workers": 1}
-    rollout["updates"] = given.pop("updates", 1)
+    rollout |= {name: given.pop(name) for name in ("updates", "resample") if name in given}
     run = tiny_run(
         model=FEW | {"vocab_size": 320},
         trainer=batch | {"train_iters": steps} | given.pop("trainer", {}),
@@ -158,8 +158,10 @@ class Recorded:
         pass
 
 
-def records(run: RunConfig, folder: Path, recorded: bool) -> list[dict[str, float]]:
-    """Return the records of a run's steps without times."""
+def records(run: RunConfig, folder: Path, recorded: Any) -> list[dict[str, float]]:
+    """Return the records of a run's steps without times; `recorded` is an engine and judge in the
+    place of those of the run, or False.
+    """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.train.rollouts import feed
@@ -167,8 +169,8 @@ def records(run: RunConfig, folder: Path, recorded: bool) -> list[dict[str, floa
     from mtrain.world.init import joined
 
     if recorded:
-        feed.LocalEngine = Recorded  # type: ignore[misc, assignment]
-        feed.Judges = Recorded  # type: ignore[misc, assignment]
+        feed.LocalEngine = recorded  # type: ignore[misc]
+        feed.Judges = recorded  # type: ignore[misc]
     found = []
     with joined(run) as world:
         context = assemble(run, world, splits_of(run))
@@ -186,9 +188,9 @@ def records(run: RunConfig, folder: Path, recorded: bool) -> list[dict[str, floa
 def test_answers_recorded_are_the_same_step(layout: str, tmp_path: Path) -> None:
     """Share rewards and advantages of whole batches: a group may be on two ranks."""
     import_engine()
-    wanted = run_ranks(1, records, prompts_run(tmp_path), tmp_path / "one", True)[0]
+    wanted = run_ranks(1, records, prompts_run(tmp_path), tmp_path / "one", Recorded)[0]
     run = prompts_run(tmp_path, **LAYOUTS[layout])
-    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", True):
+    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", Recorded):
         for step, same in zip(found, wanted, strict=True):
             assert step == {k: pytest.approx(v, rel=2e-5, abs=2e-6) for k, v in same.items()}
     inside = Path("1/step_00000000")
@@ -198,17 +200,45 @@ def test_answers_recorded_are_the_same_step(layout: str, tmp_path: Path) -> None
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("times", "left"), [(1, 0.5), (2, 0.0)])
+def test_answers_of_equal_groups_are_replaced(times: int, left: float, tmp_path: Path) -> None:
+    """Replace the second group twice, at most: its rewards differ in the third attempt."""
+
+    def job() -> tuple[dict[str, float], list[list[int]]]:
+        asked: list[list[int]] = []
+
+        class Alike(Recorded):
+            def generate(self, prompts: Any, sampling: Any) -> Any:
+                asked.append([prompt.number for prompt in prompts])
+                return super().generate(prompts, sampling)
+
+            def verdicts(self, names: Any, answers: Any) -> Any:
+                from mtrain.train.rollouts.judges import Verdict
+
+                differ = [*range(4), 1, 1, 1, 1] if len(asked) == 1 else [1, 1, 1, len(asked) - 1]
+                return [[Verdict(float(one)), Verdict(0.0)] for one in differ]
+
+        (found,) = records(prompts_run(tmp_path, steps=1, resample=times), tmp_path, Alike)
+        return found, asked
+
+    import_engine()
+    ((found, asked),) = run_ranks(1, job)
+    assert asked == [[*range(8)], [*range(12, 16)], [*range(20, 24)]][: times + 1]
+    assert (found["equal_groups"], found["resampled_groups"]) == (left, times)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2", "micro8"])
 def test_answers_of_two_updates_are_clipped(layout: str, tmp_path: Path) -> None:
     """Take ratios to the policy that sampled, of whole answers, in any split."""
     import_engine()
     given: dict[str, Any] = {"steps": 4, "updates": 2, "optim": {"lr": 0.02, "warmup_iters": 0}}
     given["keys"] = {"policy_loss": "gspo"}
-    wanted = run_ranks(1, records, prompts_run(tmp_path, **given), tmp_path / "one", True)[0]
+    wanted = run_ranks(1, records, prompts_run(tmp_path, **given), tmp_path / "one", Recorded)[0]
     clipped = [step["clip_share"] > 0 for step in wanted]
     assert clipped == [False, True, False, True]
     run = prompts_run(tmp_path, **given, **LAYOUTS[layout])
-    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", True):
+    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", Recorded):
         for step, same in zip(found, wanted, strict=True):
             assert step == {k: pytest.approx(v, rel=1e-3, abs=1e-4) for k, v in same.items()}
 

@@ -119,28 +119,62 @@ class RolloutFeed:
 
         Raises as `take` does.
         """
+        places = self._places(place)
+        numbers = np.arange(place[0], sum(places[-1]))
+        seconds = {"rollout_s": 0.0, "reward_s": 0.0}
+        rollouts, rewards = self._judged(numbers, seconds)
+        resampled = 0
+        for again in range(1, self._context.run.rollout.resample + 1):
+            equal = np.flatnonzero(self._equal(self._grouped(rewards)).repeat(self._source.group))
+            if not len(equal):
+                break
+            resampled += len(equal) // self._source.group
+            # The same places of the following steps: every rank and a resumed run know them.
+            others, rewards[equal] = self._judged(numbers[equal] + again * len(numbers), seconds)
+            for number, other in zip(equal, others, strict=True):
+                rollouts[number] = other
+        steps = []
+        for consumed, size in places:
+            part = slice(consumed - place[0], consumed - place[0] + size)
+            groups = self._grouped(rewards[part])
+            advantages = self._objective.advantages(groups).ravel()
+            measured = self._described(rollouts[part], rewards[part], groups) | seconds
+            if self._context.run.rollout.resample:
+                measured["resampled_groups"] = resampled
+            steps.append(Step((consumed, size), rollouts[part], advantages, measured))
+            # The first step of several has all of the work.
+            seconds = dict.fromkeys(seconds, 0.0)
+            resampled = 0
+        return [steps[0], *map(self._with_old, steps[1:])]
+
+    def _judged(
+        self, numbers: np.ndarray, seconds: dict[str, float]
+    ) -> tuple[list[Rollout], np.ndarray]:
+        """Return answers to samples and their rewards, float64 [answers, functions]; add the time
+        of both to `seconds`.
+        """
         begun = time.perf_counter()
         begin_phase("rollouts")
-        places = self._places(place)
-        numbers = range(place[0], sum(places[-1]))
-        prompts = [Prompt(tuple(self._source.ids(n).tolist()), n) for n in numbers]
+        prompts = [Prompt(tuple(self._source.ids(n).tolist()), int(n)) for n in numbers]
         rollouts = self._engine.generate(prompts, self._sampling)
         if rollouts is None:
             raise Stopped
         sampled = time.perf_counter()
         begin_phase("rewards")
         rewards = self._rewards(rollouts)
-        seconds = {"rollout_s": sampled - begun, "reward_s": time.perf_counter() - sampled}
-        steps = []
-        for consumed, size in places:
-            part = slice(consumed - place[0], consumed - place[0] + size)
-            weighed = rewards[part] @ np.array(self._context.run.rollout.weights)
-            groups = weighed.reshape(-1, self._source.group)
-            advantages = self._objective.advantages(groups).ravel()
-            measured = self._described(rollouts[part], rewards[part], groups) | seconds
-            steps.append(Step((consumed, size), rollouts[part], advantages, measured))
-            seconds = {"rollout_s": 0.0, "reward_s": 0.0}
-        return [steps[0], *map(self._with_old, steps[1:])]
+        seconds["rollout_s"] += sampled - begun
+        seconds["reward_s"] += time.perf_counter() - sampled
+        return rollouts, rewards
+
+    def _grouped(self, rewards: np.ndarray) -> np.ndarray:
+        """Return the weighed rewards of answers by group, float64 [groups, answers]."""
+        weighed = rewards @ np.array(self._context.run.rollout.weights)
+        return weighed.reshape(-1, self._source.group)
+
+    @staticmethod
+    def _equal(groups: np.ndarray) -> np.ndarray:
+        """Return whether all rewards of each group are equal, bool [groups]."""
+        return np.asarray(groups.max(axis=1) - groups.min(axis=1) <= EQUAL)
 
     def _places(self, place: tuple[int, int]) -> list[tuple[int, int]]:
         """Return the steps from one on that share their rollouts."""
@@ -242,12 +276,11 @@ class RolloutFeed:
         names = self._context.run.rollout.rewards or ()
         lengths = np.array([len(one.ids) for one in rollouts])
         ended = [one.ended != LENGTH for one in rollouts]
-        spread = groups.max(axis=1) - groups.min(axis=1)
         return {
             "reward": float(groups.mean()),
             "reward_std": float(groups.std()),
             **{f"reward_{name}": float(rewards[:, i].mean()) for i, name in enumerate(names)},
-            "equal_groups": float((spread <= EQUAL).mean()),
+            "equal_groups": float(self._equal(groups).mean()),
             "answer_tokens": float(lengths.mean()),
             "answer_tokens_max": int(lengths.max()),
             "ended_share": float(np.mean(ended)),
