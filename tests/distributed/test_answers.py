@@ -4,7 +4,9 @@ and a run that learns.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -24,7 +26,7 @@ from tests.distributed.test_endings import End, train
 from tests.distributed.test_pairs import FEW, LAYOUTS, OF_THE_LOOP, run_of, two_steps
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
-from tests.support.forked import import_engine, run_ranks
+from tests.support.forked import RankFailed, import_engine, run_ranks
 from tests.support.runs import tiny_run, whole_tensors
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -92,14 +94,15 @@ def test_answers_micro_batches_divide_once(faulty: bool, tmp_path: Path) -> None
 
 
 def prompts_run(home: Path, **given: Any) -> RunConfig:
-    """Return a run on prompts of five letters, whose answer is the number of those that are a."""
+    """Return a run on prompts of a few letters, whose answer is the number of those that are a."""
+    letters = given.pop("letters", 5)
     if not (home / "prompts.jsonl").exists():
         folder_of(home, "chatml", marked=True)
         dice = random.Random(1)
         rows = []
         for _ in range(600):
-            count = dice.randrange(6)
-            text = dice.sample("a" * count + "b" * (5 - count), 5)
+            count = dice.randrange(letters + 1)
+            text = dice.sample("a" * count + "b" * (letters - count), letters)
             rows.append({"prompt": "".join(text), "answer": str(count)})
         chats_file(home / "prompts.jsonl", rows)
     data = DataConfig(
@@ -112,17 +115,19 @@ def prompts_run(home: Path, **given: Any) -> RunConfig:
     )
     steps = given.pop("steps", 2)
     batch = {"micro_batch_size": given.pop("micro", 2), "global_batch_size": 8}
-    rollout = {"max_tokens": 4, "rewards": ("exact", "length"), "reward_workers": 1}
+    rollout: dict[str, Any] = {"max_tokens": 4, "rewards": ("exact", "length"), "reward_workers": 1}
+    rollout |= {name: given.pop(name) for name in ("updates", "resample") if name in given}
     run = tiny_run(
         model=FEW | {"vocab_size": 320},
         trainer=batch | {"train_iters": steps} | given.pop("trainer", {}),
         optim={"warmup_iters": 0} | given.pop("optim", {}),
         **given,
     )
+    keys = {"group_size": 4, "scale_rewards": "batch"} | given.pop("keys", {})
     sections = {
         "data": data,
-        "objective": ObjectiveConfig(name="grpo", group_size=4, scale_rewards="batch"),
-        "rollout": RolloutConfig(**rollout),  # type: ignore[arg-type]
+        "objective": ObjectiveConfig(name="grpo", **keys),
+        "rollout": RolloutConfig(**rollout),
     }
     changed = run.model_copy(update=sections)
     return resolve(changed, Machine(cpu_cores=1, memory_bytes=0))
@@ -154,8 +159,10 @@ class Recorded:
         pass
 
 
-def records(run: RunConfig, folder: Path, recorded: bool) -> list[dict[str, float]]:
-    """Return the records of a run's steps without times."""
+def records(run: RunConfig, folder: Path, recorded: Any) -> list[dict[str, float]]:
+    """Return the records of a run's steps without times; `recorded` is an engine and judge in the
+    place of those of the run, or False.
+    """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.train.rollouts import feed
@@ -163,8 +170,8 @@ def records(run: RunConfig, folder: Path, recorded: bool) -> list[dict[str, floa
     from mtrain.world.init import joined
 
     if recorded:
-        feed.LocalEngine = Recorded  # type: ignore[misc, assignment]
-        feed.Judges = Recorded  # type: ignore[misc, assignment]
+        feed.LocalEngine = recorded  # type: ignore[misc]
+        feed.Judges = recorded  # type: ignore[misc]
     found = []
     with joined(run) as world:
         context = assemble(run, world, splits_of(run))
@@ -182,15 +189,59 @@ def records(run: RunConfig, folder: Path, recorded: bool) -> list[dict[str, floa
 def test_answers_recorded_are_the_same_step(layout: str, tmp_path: Path) -> None:
     """Share rewards and advantages of whole batches: a group may be on two ranks."""
     import_engine()
-    wanted = run_ranks(1, records, prompts_run(tmp_path), tmp_path / "one", True)[0]
+    wanted = run_ranks(1, records, prompts_run(tmp_path), tmp_path / "one", Recorded)[0]
     run = prompts_run(tmp_path, **LAYOUTS[layout])
-    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", True):
+    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", Recorded):
         for step, same in zip(found, wanted, strict=True):
             assert step == {k: pytest.approx(v, rel=2e-5, abs=2e-6) for k, v in same.items()}
     inside = Path("1/step_00000000")
     here = whole_tensors(tmp_path / "two" / inside)
     for name, value in whole_tensors(tmp_path / "one" / inside).items():
         assert torch.allclose(here[name], value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("times", "left"), [(1, 0.5), (2, 0.0)])
+def test_answers_of_equal_groups_are_replaced(times: int, left: float, tmp_path: Path) -> None:
+    """Replace the second group twice, at most: its rewards differ in the third attempt."""
+
+    def job() -> tuple[dict[str, float], list[list[int]]]:
+        asked: list[list[int]] = []
+
+        class Alike(Recorded):
+            def generate(self, prompts: Any, sampling: Any) -> Any:
+                asked.append([prompt.number for prompt in prompts])
+                return super().generate(prompts, sampling)
+
+            def verdicts(self, names: Any, answers: Any) -> Any:
+                from mtrain.train.rollouts.judges import Verdict
+
+                differ = [*range(4), 1, 1, 1, 1] if len(asked) == 1 else [1, 1, 1, len(asked) - 1]
+                return [[Verdict(float(one)), Verdict(0.0)] for one in differ]
+
+        (found,) = records(prompts_run(tmp_path, steps=1, resample=times), tmp_path, Alike)
+        return found, asked
+
+    import_engine()
+    ((found, asked),) = run_ranks(1, job)
+    assert asked == [[*range(8)], [*range(12, 16)], [*range(20, 24)]][: times + 1]
+    assert (found["equal_groups"], found["resampled_groups"]) == (left, times)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["dp2", "cp2", "pp2", "micro8"])
+def test_answers_of_two_updates_are_clipped(layout: str, tmp_path: Path) -> None:
+    """Take ratios to the policy that sampled, of whole answers, in any split."""
+    import_engine()
+    given: dict[str, Any] = {"steps": 4, "updates": 2, "optim": {"lr": 0.02, "warmup_iters": 0}}
+    given["keys"] = {"policy_loss": "gspo"}
+    wanted = run_ranks(1, records, prompts_run(tmp_path, **given), tmp_path / "one", Recorded)[0]
+    clipped = [step["clip_share"] > 0 for step in wanted]
+    assert clipped == [False, True, False, True]
+    run = prompts_run(tmp_path, **given, **LAYOUTS[layout])
+    for found in run_ranks(run.parallel.ranks, records, run, tmp_path / "two", Recorded):
+        for step, same in zip(found, wanted, strict=True):
+            assert step == {k: pytest.approx(v, rel=1e-3, abs=1e-4) for k, v in same.items()}
 
 
 @pytest.mark.full
@@ -269,6 +320,58 @@ def test_answers_resumed_are_bitwise_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("moment", ["rollout", "reward", "step", "save"])
+def test_answers_killed_run_resumes_bitwise(moment: str, tmp_path: Path) -> None:
+    """Kill a run twice, at a moment of two steps; it ends with the weights of an undisturbed
+    one.
+    """
+    run = prompts_run(tmp_path, steps=4, optim={"lr": 1e-2, "warmup_iters": 0})
+    saves = run.checkpoint.model_copy(update={"save_interval": 1, "keep": None})
+    run = run.model_copy(update={"checkpoint": saves})
+
+    def job(home: Path, at: int | None) -> End:
+        from mtrain.ckpt import state
+        from mtrain.ckpt.folder import committed
+        from mtrain.train.loop import step
+        from mtrain.train.rollouts.judges import Judges
+        from mtrain.train.rollouts.local import LocalEngine
+
+        owner, name = {
+            "rollout": (LocalEngine, "generate"),
+            "reward": (Judges, "verdicts"),
+            "step": (step, "update"),
+            "save": (state, "save"),
+        }[moment]
+        real = getattr(owner, name)
+        calls = 0
+
+        def deadly(*given: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            found = real(*given, **more) if name in ("generate", "update") else None
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given, **more) if found is None else found
+
+        setattr(owner, name, deadly)
+        kept = committed(home / "checkpoints") if home.exists() else []
+        return train(run, home, kept[-1] if kept else None)
+
+    import_engine()
+    run_ranks(1, job, tmp_path / "whole", None)
+    for at in (2, 2):
+        with pytest.raises(RankFailed):
+            run_ranks(1, job, tmp_path / "killed", at)
+    (end,) = run_ranks(1, job, tmp_path / "killed", None)
+    assert end.error == ""
+    first, second = (
+        whole_tensors(tmp_path / name / "checkpoints" / "step_00000004")
+        for name in ("whole", "killed")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.full
 def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
     """End with the weights of the last whole step where a stop comes while answers are sampled."""
 
@@ -291,14 +394,15 @@ def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
     """Raise the mean reward from below 0.2 to above 0.9: first the form of an answer, a digit and
-    the end, from chats with random digits; then the number of letters, only from rewards.
+    the end, from chats with random digits; then the number of letters, from rewards alone.
     """
     run = prompts_run(
         tmp_path,
-        steps=240,
+        steps=200,
         micro=96,
+        letters=4,
         trainer={"global_batch_size": 192},
-        optim={"lr": 1e-3, "warmup_iters": 5, "schedule": "constant"},
+        optim={"lr": 2e-3, "warmup_iters": 5, "schedule": "constant"},
     )
     objective = run.objective.model_copy(update={"group_size": 16, "scale_rewards": "group"})
     update = {"max_tokens": 2, "rewards": ("exact",), "rows": 192, "reward_workers": 1}
@@ -307,7 +411,7 @@ def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
     dice = random.Random(2)
     chats = []
     for _ in range(1000):
-        text = "".join(dice.choice("ab") for _ in range(5))
+        text = "".join(dice.choice("ab") for _ in range(4))
         chats.append(turns(text, str(dice.randrange(6))))
     data = run.data.model_copy(
         update={"kind": "sft", "path": str(chats_file(tmp_path / "chats.jsonl", chats))}
@@ -346,7 +450,7 @@ def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
         with joined(run) as world:
             context = assemble(run, world, splits_of(run))
             ckpt_state.load_weights(ckpt_state.opened(path, run, world), context.state)
-            while len(rewards) < 240 and np.mean(rewards[-5:] or [0.0]) <= 0.92:
+            while len(rewards) < 200 and np.mean(rewards[-5:] or [0.0]) <= 0.92:
                 result = train_step(context, stop_requested=False)
                 rewards.append(context.measures[0](context, result)["reward"])
             context.close()

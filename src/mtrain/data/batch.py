@@ -67,6 +67,8 @@ class MicroBatch(TypedDict):
     """float32: how much better an answer is than its group, at its tokens."""
     sampled_log_probabilities: NotRequired[torch.Tensor]
     """float32: nats of each label in the distribution that it was sampled from."""
+    old_log_probabilities: NotRequired[torch.Tensor]
+    """float32: nats of each label by the policy that sampled, computed by the trainer."""
     other_tokens: NotRequired[torch.Tensor]
     """An answer to another prompt after each prompt; these four keys are as those above."""
     other_labels: NotRequired[torch.Tensor]

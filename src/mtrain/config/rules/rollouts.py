@@ -58,6 +58,18 @@ def whole_groups(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
+    Code("MT349", example=f"{GRPO} rollout.updates=4 resilience.rerun=on_anomaly"),
+    reads=f"rollout.updates {NAME} resilience.rerun",
+)
+def repeated_updates(run: RunConfig) -> Iterator[Finding]:
+    """Cannot repeat a step on other ranks because its ratios are to weights that are gone."""
+    if run.objective.rolls and run.rollout.updates > 1 and run.resilience.rerun != "off":
+        detail = f"{run.rollout.updates} updates for each batch of rollouts"
+        fixes = [*each("resilience.rerun", ["off"]), {"rollout.updates": 1}]
+        yield Finding("MT349", "resilience.rerun", detail, fixes)
+
+
+@rule(
     Code(
         "MT337",
         text="Cannot judge answers.",

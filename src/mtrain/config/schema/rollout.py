@@ -8,6 +8,7 @@ from mtrain.config.schema.base import (
     Effect,
     Key,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Seconds,
@@ -36,6 +37,20 @@ class RolloutConfig(Section):
         PositiveInt, Key(effect=Effect.PARALLELISM, aka="max_num_seqs", unit="answers")
     ] = 32
     """Answers that are sampled together; each does not depend on the others."""
+    updates: Annotated[
+        PositiveInt, Key(aka="num_iterations steps_per_generation ppo_epochs", unit="steps")
+    ] = 1
+    """Steps whose answers are sampled at once, with the weights before the first of them. From the
+    second on, ratios are to the policy that sampled and are clipped; the trainer computes its
+    log-probabilities once. A run that resumes between such steps samples the rest anew.
+    """
+    resample: Annotated[
+        NonNegativeInt, Key(aka="max_num_gen_batches dynamic_sampling filter_groups")
+    ] = 0
+    """The most times that groups with equal rewards, which teach nothing, are replaced by answers
+    to later prompts (dynamic sampling of DAPO, arXiv:2503.14476, equation 11). What is equal after
+    that stays. Each time, the run samples as many answers as it replaces.
+    """
     rewards: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None, Key(aka="reward_funcs")
     ] = Field(default=None, strict=False)

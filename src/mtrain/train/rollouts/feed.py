@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain.config.resolve.batches import size_after
 from mtrain.data import PromptSamples
 from mtrain.data.answers import Answer, answer_batch
 from mtrain.data.text.tokenizer import Tokenizer
@@ -26,7 +27,8 @@ from mtrain.train.generate.texts import endings
 from mtrain.train.loop.context import Stopped, TrainContext
 from mtrain.train.loop.prefetch import Batch, to_device
 from mtrain.train.loop.result import StepResult
-from mtrain.train.policy import PolicyObjective
+from mtrain.train.loop.step import log_probabilities
+from mtrain.train.policy import OLD, PolicyObjective
 from mtrain.train.rewards import Sampled
 from mtrain.train.rollouts.engine import Engine, Prompt, Rollout
 from mtrain.train.rollouts.judges import Judges, Verdict
@@ -48,6 +50,12 @@ class Step:
     rollouts: Sequence[Rollout]
     advantages: np.ndarray
     """float64 [answers]"""
+    measured: Mapping[str, float]
+    """Numbers for the record of the step."""
+    old: Sequence[torch.Tensor] = ()
+    """Log-probabilities of labels by the policy that sampled, [b, s] for each micro-batch of this
+    rank; empty if the step has its weights, and on stages without the loss.
+    """
 
 
 class RolloutFeed:
@@ -82,12 +90,12 @@ class RolloutFeed:
         # Rewards are foreign code, which may be slow or random: one rank has them computed.
         if context.world.is_rank0:
             self._judges = Judges(r.reward_workers, r.reward_seconds, r.reward_memory_gib)
-        self._last: Step | None = None
+        self._steps: dict[tuple[int, int], Step] = {}
         self._measured: dict[int, dict[str, float]] = {}
         self.waited_s = 0.0
         context.measures.append(self.measured)
 
-    def take(self, consumed: int, size: int) -> list[Batch]:
+    def take(self, consumed: int, size: int) -> Sequence[Batch]:
         """Return the micro-batches of the step of `size` samples after `consumed`, on this rank's
         device.
 
@@ -95,33 +103,103 @@ class RolloutFeed:
             Stopped: a rank has a request to stop.
             TrainingError: more rewards failed than `rollout.failed_rewards`.
         """
+        place = consumed, size
+        if place not in self._steps:
+            self._steps = {step.place: step for step in self._sampled_steps(place)}
+        step = self._steps[place]
+        # The device may be steps behind: the numbers of a step wait for its record.
+        self._measured[self._context.state.step + 1] = dict(step.measured)
+        batches = self._batches(step, self._context.world.coords["dp"])
+        for batch, old in zip(batches, step.old, strict=False):
+            batch[OLD] = old
+        return batches
+
+    def _sampled_steps(self, place: tuple[int, int]) -> list[Step]:
+        """Sample and judge the answers of the next `rollout.updates` steps.
+
+        Raises as `take` does.
+        """
+        places = self._places(place)
+        numbers = np.arange(place[0], sum(places[-1]))
+        seconds = {"rollout_s": 0.0, "reward_s": 0.0}
+        rollouts, rewards = self._judged(numbers, seconds)
+        resampled = 0
+        for again in range(1, self._context.run.rollout.resample + 1):
+            equal = np.flatnonzero(self._equal(self._grouped(rewards)).repeat(self._source.group))
+            if not len(equal):
+                break
+            resampled += len(equal) // self._source.group
+            # The same places of the following steps: every rank and a resumed run know them.
+            others, rewards[equal] = self._judged(numbers[equal] + again * len(numbers), seconds)
+            for number, other in zip(equal, others, strict=True):
+                rollouts[number] = other
+        steps = []
+        for consumed, size in places:
+            part = slice(consumed - place[0], consumed - place[0] + size)
+            groups = self._grouped(rewards[part])
+            advantages = self._objective.advantages(groups).ravel()
+            measured = self._described(rollouts[part], rewards[part], groups) | seconds
+            if self._context.run.rollout.resample:
+                measured["resampled_groups"] = resampled
+            steps.append(Step((consumed, size), rollouts[part], advantages, measured))
+            # The first step of several has all of the work.
+            seconds = dict.fromkeys(seconds, 0.0)
+            resampled = 0
+        return [steps[0], *map(self._with_old, steps[1:])]
+
+    def _judged(
+        self, numbers: np.ndarray, seconds: dict[str, float]
+    ) -> tuple[list[Rollout], np.ndarray]:
+        """Return answers to samples and their rewards, float64 [answers, functions]; add the time
+        of both to `seconds`.
+        """
         begun = time.perf_counter()
         begin_phase("rollouts")
-        numbers = range(consumed, consumed + size)
-        prompts = [Prompt(tuple(self._source.ids(n).tolist()), n) for n in numbers]
+        prompts = [Prompt(tuple(self._source.ids(n).tolist()), int(n)) for n in numbers]
         rollouts = self._engine.generate(prompts, self._sampling)
         if rollouts is None:
             raise Stopped
         sampled = time.perf_counter()
         begin_phase("rewards")
         rewards = self._rewards(rollouts)
-        weighed = rewards @ np.array(self._context.run.rollout.weights)
-        groups = weighed.reshape(-1, self._source.group)
-        advantages = self._objective.advantages(groups).ravel()
-        self._last = Step((consumed, size), rollouts, advantages)
-        seconds = {"rollout_s": sampled - begun, "reward_s": time.perf_counter() - sampled}
-        # The device may be steps behind: the numbers of a step wait for its record.
-        measured = {**self._described(rollouts, rewards, groups), **seconds}
-        self._measured[self._context.state.step + 1] = measured
-        return self._batches(self._context.world.coords["dp"])
+        seconds["rollout_s"] += sampled - begun
+        seconds["reward_s"] += time.perf_counter() - sampled
+        return rollouts, rewards
 
-    def read_for(self, dp_rank: int, consumed: int, size: int) -> list[Batch]:
+    def _grouped(self, rewards: np.ndarray) -> np.ndarray:
+        """Return the weighed rewards of answers by group, float64 [groups, answers]."""
+        weighed = rewards @ np.array(self._context.run.rollout.weights)
+        return weighed.reshape(-1, self._source.group)
+
+    @staticmethod
+    def _equal(groups: np.ndarray) -> np.ndarray:
+        """Return whether all rewards of each group are equal, bool [groups]."""
+        return np.asarray(groups.max(axis=1) - groups.min(axis=1) <= EQUAL)
+
+    def _places(self, place: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return the steps from one on that share their rollouts."""
+        context = self._context
+        updates = context.run.rollout.updates
+        # A step that is a multiple begins anew, also after a resume in between.
+        left = updates - context.state.step % updates
+        left = min(left, context.run.trainer.steps - context.state.step)
+        places = [place]
+        while len(places) < left:
+            consumed = sum(places[-1])
+            places.append((consumed, size_after(context.batch_sizes, consumed)))
+        return places
+
+    def _with_old(self, step: Step) -> Step:
+        """Return a step with the log-probabilities of the policy as it is now."""
+        context = self._context
+        batches = self._batches(step, context.world.coords["dp"])
+        return replace(step, old=log_probabilities(context, batches, "none"))
+
+    def read_for(self, dp_rank: int, consumed: int, size: int) -> Sequence[Batch]:
         """Return the micro-batches of another data-parallel rank of the step that was taken
         last.
         """
-        assert self._last is not None
-        assert self._last.place == (consumed, size)
-        return self._batches(dp_rank)
+        return self._batches(self._steps[consumed, size], dp_rank)
 
     def expect(self, consumed: int, size: int) -> None:
         """Do nothing: answers are sampled with the weights that the step begins with."""
@@ -198,25 +276,22 @@ class RolloutFeed:
         names = self._context.run.rollout.rewards or ()
         lengths = np.array([len(one.ids) for one in rollouts])
         ended = [one.ended != LENGTH for one in rollouts]
-        spread = groups.max(axis=1) - groups.min(axis=1)
         return {
             "reward": float(groups.mean()),
             "reward_std": float(groups.std()),
             **{f"reward_{name}": float(rewards[:, i].mean()) for i, name in enumerate(names)},
-            "equal_groups": float((spread <= EQUAL).mean()),
+            "equal_groups": float(self._equal(groups).mean()),
             "answer_tokens": float(lengths.mean()),
             "answer_tokens_max": int(lengths.max()),
             "ended_share": float(np.mean(ended)),
         }
 
-    def _batches(self, dp_rank: int) -> list[Batch]:
-        step = self._last
-        assert step is not None
+    def _batches(self, step: Step, dp_rank: int) -> list[dict[str, Any]]:
         run = self._context.run
         consumed, size = step.place
         places = self._context.train_data.of_rank(dp_rank).numbers(consumed, size) - consumed
         return [
-            to_device(self._batch(step, row, run.objective.divisor), self._context.world)
+            dict(to_device(self._batch(step, row, run.objective.divisor), self._context.world))
             for row in places
         ]
 
