@@ -34,9 +34,11 @@ from mtrain.plan.compare import (
     saved_in,
 )
 from mtrain.plan.rank import stage_memories
+from mtrain.report.causes import Found, causes
 from mtrain.report.costs import Cost, costs
 from mtrain.report.differing import digest_of_numbers
 from mtrain.report.folder import Record, curve, number
+from mtrain.report.profiled import Profile, last_profile
 from mtrain.report.story import (
     ALERT,
     FAILURE,
@@ -95,7 +97,8 @@ def page_of(record: Record, *, tune: bool = False) -> str:
     if not record.steps:
         body.append("<p>The run has made no step.</p>")
     body += [_cards(record, life), *_curves(record, story), *_told(story)]
-    body += _slowed(costs(record, story, life, compared), record, story)
+    profile = last_profile(record.home)
+    body += _slowed(costs(record, story, life, compared, _causes(record, story, profile)), story)
     body += _faster(record) if tune else []
     body += [*_planned(compared), *_by_rank(record), *_goodput(life)]
     body += [*_statistics(story), *_further(record)]
@@ -234,7 +237,17 @@ def _told(story: Story) -> Iterator[str]:
         yield f"<p>and {left} more</p>"
 
 
-def _slowed(found: Sequence[Cost], record: Record, story: Story) -> Iterator[str]:
+def _causes(record: Record, story: Story, profile: Profile | None) -> dict[str, float]:
+    config = record.config
+    if config is None:
+        return {}
+    peaks = (_or_none(lambda: peaks_in(record.home)) or {}) if counts_memory(config) else {}
+    peak = max((size for size in peaks.get(ALLOCATED, ()) if size is not None), default=None)
+    _, free = story.memory.get("host_free_bytes", [(0, None)])[-1]
+    return dict(causes(Found(record, config, story, profile, peak, free)))
+
+
+def _slowed(found: Sequence[Cost], story: Story) -> Iterator[str]:
     slow = slowest(story)
     if not found and slow is None:
         return

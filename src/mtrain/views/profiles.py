@@ -41,6 +41,8 @@ ORDER = (*COMPUTATION, *COMMUNICATION, "waiting", "sync")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|matmul|(^|_)mm")
 BACKWARD = "autograd::engine::evaluate_function"
+BETWEEN = tuple(PREFIX + label for label in ("forward ", "pp ", "optimizer"))
+"""The beginnings of labels that end a backward."""
 
 Trace = list[dict[str, Any]]
 
@@ -189,11 +191,35 @@ def _backwards(events: Trace) -> Iterator[dict[str, Any]]:
                 facts = {"ph": "X", "cat": "user_annotation", "name": f"{PREFIX}backward {number}"}
                 open_ = facts | {key: event[key] for key in ("pid", "tid", "ts", "dur")}
             open_["dur"] = max(open_["dur"], end - open_["ts"])
-        elif open_ is not None and name.startswith((f"{PREFIX}forward ", f"{PREFIX}optimizer")):
+        elif open_ is not None and name.startswith(BETWEEN):
             yield open_
             open_ = None
     if open_ is not None:
         yield open_
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A forward or backward of a micro-batch, in seconds since the earliest mark of the clocks."""
+
+    forward: bool
+    begin: float
+    end: float
+
+
+def pieces(events: Trace) -> list[Piece]:
+    """Return the forwards and backwards of the last step of a trace, in order."""
+    main = _main_thread(events)
+    step = [event for event in main if event["name"] == STEP][-1:]
+    forward = f"{PREFIX}forward "
+    named = [event for event in main if str(event["name"]).startswith(forward)]
+    found = [
+        Piece(str(event["name"]).startswith(forward), begin / 1e6, (begin + event["dur"]) / 1e6)
+        for event in (*named, *_backwards(events))
+        for begin in [event["ts"]]
+        if step and step[0]["ts"] <= begin <= step[0]["ts"] + step[0]["dur"]
+    ]
+    return sorted(found, key=lambda piece: piece.begin)
 
 
 def _main_thread(events: Trace) -> Trace:
