@@ -19,6 +19,7 @@ from mtrain.views.profiles import (
     Profiled,
     Request,
     axis_of,
+    deviations,
     facts_file,
     folder_of,
     measure,
@@ -131,6 +132,15 @@ def test_profiles_device_parts_and_gaps() -> None:
     }
     assert "waiting" not in {part for part, spent in ranks[1].parts.items() if spent}
     assert sum(found.values()) == 500
+
+
+def test_profiles_deviations_are_shares_of_their_parts() -> None:
+    parts = {"gemm": 300.0, "memory": 100.0, "host": 50.0}
+    operations = {"fast": 100.0, "slow": 200.0, "copy": 100.0, "python": 50.0}
+    part_of = {"fast": "gemm", "slow": "gemm", "copy": "memory", "python": "host"}
+    one = Profiled(0, {}, [], 0.0, None, parts, operations, part_of)
+    found = deviations(one, {"gemm": 150e-6, "memory": 200e-6})
+    assert found == pytest.approx({"fast": 50e-6, "slow": 100e-6, "copy": -100e-6})
 
 
 def test_profiles_merge_puts_ranks_on_one_clock(tmp_path: Path) -> None:

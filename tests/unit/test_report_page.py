@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
@@ -29,7 +31,7 @@ TAGS = (
 )
 ATTRIBUTES = (
     "lang charset name content http-equiv class style viewbox role d x y width height fill stroke"
-    " stroke-width stroke-linejoin points text-anchor"
+    " stroke-width stroke-linejoin points text-anchor data-from"
 )
 
 
@@ -129,6 +131,68 @@ def test_report_page_numbers_are_those_of_the_folder(tmp_path: Path) -> None:
     assert "The most is 3.0 MiB, on rank 0." in page.words
 
 
+class Sources(HTMLParser):
+    """The texts with digits of each part of a page that names its files; those of pictures are
+    the marks of their axes.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.depth = 0
+        self.files = ""
+        self.inside: list[str] = []
+        self.found: dict[str, list[str]] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs).get("data-from")
+        if own is not None:
+            assert not self.files
+            self.files = own
+            self.depth = 0
+        self.depth += tag == "div"
+        self.inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.inside and self.inside.pop() != tag:
+            pass
+        self.depth -= tag == "div"
+        if not self.depth:
+            self.files = ""
+
+    def handle_data(self, data: str) -> None:
+        apart = {"svg", "style", "title", "h1", "meta"} & set(self.inside)
+        if not apart and re.search(r"\d", data):
+            self.found.setdefault(self.files, []).append(data)
+
+
+def test_report_page_numbers_come_from_the_files_it_names(tmp_path: Path) -> None:
+    """Take away the files that a part names: a number that stays came from elsewhere."""
+    lines = [*lines_of(60), {"step": 60, "valid_loss": 2.3456}]
+    events = [event("alert", 7, name="loss", text="at 7.25"), event("checkpoint", 50, name="s")]
+    events += [event("memory", n, by_rank={"allocated_bytes": [n << 30]}) for n in range(60)]
+    events += [event("straggler", 9, rank=3, machine="box", own_s=0.08, usual_s=0.05)]
+    home = folder(tmp_path / "run", lines, events)
+    life(home, {"stepping": 10.0, "saving": 6.0, "starting": 4.0}, 60)
+    (home / "memory.json").write_text('{"peak_bytes_by_rank": [3145728]}')
+    (home / "env.json").write_text('{"versions": {"torch": "2.9"}}')
+    whole = Sources(reported(home)[0]).found
+    assert not [text for text in whole.get("", []) if "tiny" not in text]
+    assert {"events", "life.jsonl", "memory.json plan.json run.yaml"} <= whole.keys()
+    for files in whole.keys() - {"", "run.yaml"}:
+        other = tmp_path / files.replace(" ", "-")
+        shutil.copytree(home, other)
+        for name in set(files.split()) - {"run.yaml"}:
+            path = other / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        (tmp_path / "page.html").unlink()
+        left = Sources(reported(other)[0]).found
+        same = set(left.get(files, ())) & set(whole[files])
+        # The configuration stays, and what is planned from it.
+        assert set(whole[files]) - same, files
+        assert not same or "run.yaml" in files, (files, same)
+
+
 SLOWDOWNS: dict[str, tuple[dict[str, Any], list[Line], dict[str, float], str, float]] = {
     # keys of every step, events, the life, the cause on the page, seconds of a step without it
     "data": (
@@ -143,10 +207,10 @@ SLOWDOWNS: dict[str, tuple[dict[str, Any], list[Line], dict[str, float], str, fl
     "slow rank": (
         {},
         [
-            event("straggler", 1, rank=3, machine="box", own_s=0.08, usual_s=0.05),
+            event("straggler", 3, rank=3, machine="box", own_s=0.08, usual_s=0.05),
         ],
         {"stepping": 100.0},
-        "rank 3 on box, 1.6 x its stage, since it was named",
+        "rank 3 on box, 1.6 x its stage, since step 1",
         70.0,
     ),
 }

@@ -1,4 +1,4 @@
-"""What slowed a run, found in a folder with a plan of a GPU: named first, and priced within 20%."""
+"""Slowdowns of a run on planned GPUs: named first on the page, and priced within 20%."""
 
 from __future__ import annotations
 
@@ -161,6 +161,18 @@ def test_slowdowns_skewed_router_is_priced(tmp_path: Path) -> None:
     cause, rate = slowed(tmp_path / "run", run, seconds, described)[0]
     assert cause == "skewed router: the most loaded rank has 2.00 x the rows of an equal one"
     assert rate == pytest.approx(lost(run, healthy, seconds), rel=0.2)
+
+
+def test_slowdowns_unnecessary_recompute_is_priced(tmp_path: Path) -> None:
+    words = "model=llama32_1b parallel=single cluster=h100 data=mock data.seq_length=4096"
+    full = "parallel.recompute.granularity=full trainer.micro_batch_size=1"
+    run = run_of(f"{words} trainer.global_batch_size=8 {full}")
+    plain = run_of(f"{words} trainer.global_batch_size=8 {full.replace('full', 'none')}")
+    seconds = [1.05 * step_time(run).seconds] * STEPS
+    found = dict(slowed(tmp_path / "run", run, seconds))
+    (cause,) = [cause for cause in found if cause.startswith("unnecessary recomputation of all")]
+    true = lost(run, 1.05 * step_time(plain).seconds, seconds)
+    assert found[cause] == pytest.approx(true, rel=0.2)
 
 
 def test_slowdowns_growing_memory_is_named(tmp_path: Path) -> None:

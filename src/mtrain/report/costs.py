@@ -102,11 +102,15 @@ def _of_life(life: Account | None) -> dict[str, float]:
 def _of_steps(record: Record, story: Story) -> Iterator[tuple[str, float]]:
     slow = slowest(story)
     if slow is not None:
-        since = [step for step in record.steps if step >= min(s.step for s in story.slow)]
+        # The reports that named it are about steps before.
+        keys = None if record.config is None else record.config.resilience
+        before = 1 if keys is None else (keys.straggler_interval or 1) * keys.straggler_reports
+        first = min(one.step for one in story.slow) - before
+        since = [step for step in record.steps if step > first]
         excess = max(0.0, slow.own_s - slow.usual_s)
         slower = slow.own_s / max(slow.usual_s, 1e-9)
         words = f"rank {slow.rank} on {slow.machine}, {slower:.1f} x its stage"
-        yield f"{words}, since it was named", excess * len(since)
+        yield f"{words}, since step {min(since, default=0)}", excess * len(since)
     times = [value for _, value in curve(record.steps, "step_s")][FIRST_STEPS:]
     quarter = len(times) // 4
     if quarter >= FIRST_STEPS:

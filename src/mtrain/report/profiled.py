@@ -5,13 +5,14 @@ pipeline.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from mtrain.errors import CorruptData
+from mtrain.plan.timeline import Block, Timeline
 from mtrain.views.profiles import (
     DEVICE,
     FACTS,
@@ -51,14 +52,31 @@ class Profile:
         return dict(sorted(found.items()))
 
     @cached_property
-    def schedule(self) -> dict[int, list[Piece]]:
-        """Return the forwards and backwards of the first rank of each stage, on one clock."""
-        return {stage: pieces(ranks[0].events) for stage, ranks in self.stages.items()}
+    def schedule(self) -> Timeline | None:
+        """Return the forwards and backwards of the first rank of each stage, on one clock, in
+        seconds; None: not all are known. The host launches those of a device earlier.
+        """
+        found = [pieces(ranks[0].events) for ranks in self.stages.values()]
+        micro = {sum(piece.forward for piece in one) for one in found}
+        if self.on_device or len(micro) != 1 or {len(one) for one in found} != {2 * max(micro)}:
+            return None
+        first = min(one[0].begin for one in found)
+        blocks = tuple(tuple(_blocks(stage, one, first)) for stage, one in enumerate(found))
+        return Timeline(blocks, max(micro), max(micro))
 
     def mean(self, *parts: str) -> float:
         """Return the seconds of some parts together, the mean of the ranks."""
         spent = sum(one.parts[part] for one in self.ranks for part in parts)
         return spent / len(self.ranks) / 1e6
+
+
+def _blocks(stage: int, found: Sequence[Piece], first: float) -> Iterator[Block]:
+    """Number the forwards and the backwards of a stage."""
+    seen = {True: 0, False: 0}
+    for piece in found:
+        number = seen[piece.forward]
+        yield Block(stage, 0, number, piece.forward, piece.begin - first, piece.end - first)
+        seen[piece.forward] += 1
 
 
 def last_profile(home: Path) -> Profile | None:

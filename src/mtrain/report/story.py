@@ -43,6 +43,8 @@ LEAST = 0.02
 MOST_ROWS = 512
 MOST_SAMPLES = 20_000
 MOST_TEXT = 300
+MOST_REPORTS = 100
+"""Reports of the own times of ranks that are kept, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def _add(story: Story, event: Event) -> None:
         found = event.get("own_s")
         own = [number(value) for value in found] if isinstance(found, list) else []
         known = [value for value in own if value is not None]
-        story.own_s += [known] * (len(known) == len(own) > 0)
+        if own and len(known) == len(own):
+            story.own_s = [*story.own_s[1 - MOST_REPORTS :], known]
     elif kind == CHECKPOINT:
         story.marks.append(Mark(step, SAVE, _text(event.get("name"))))
     elif kind == START and (step or event.get("attempt") != 1):
