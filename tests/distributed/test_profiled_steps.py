@@ -127,7 +127,7 @@ def test_profiled_steps_nsys_marks_ranges(tmp_path: Path) -> None:
         cudaProfilerStart=lambda: done.append("start"), cudaProfilerStop=lambda: done.append("stop")
     )
     namespace = SimpleNamespace(nvtx=SimpleNamespace(range=marked), cudart=lambda: runtime)
-    device = SimpleNamespace(namespace=namespace)
+    device = SimpleNamespace(namespace=namespace, dump_memory=None)
     world = SimpleNamespace(rank=0, store=dist.HashStore(), coords={"pp": 0}, device=device)
     context: Any = SimpleNamespace(world=world)
     making = _Making(tmp_path, Request("", 1, 1, (0,), ("nsys",)), context)
@@ -139,3 +139,24 @@ def test_profiled_steps_nsys_marks_ranges(tmp_path: Path) -> None:
     assert done == ["start", "mtrain:optimizer", "end", "stop"]
     assert Labels.now is None
     assert not list(tmp_path.rglob("*.gz"))
+
+
+def test_profiled_steps_snapshot_the_allocator(tmp_path: Path) -> None:
+    """Write what a device of torch.cuda would dump; a CPU dumps nothing."""
+    from mtrain.train.hooks.profile import _Making
+
+    called: list[Any] = []
+    memory = SimpleNamespace(_record_memory_history=lambda **keys: called.append(keys))
+    devices = {
+        "gpu": SimpleNamespace(
+            namespace=SimpleNamespace(memory=memory), dump_memory=lambda to: Path(to).touch()
+        ),
+        "cpu": SimpleNamespace(namespace=SimpleNamespace(), dump_memory=None),
+    }
+    for name, device in devices.items():
+        world = SimpleNamespace(rank=0, store=dist.HashStore(), coords={"pp": 0}, device=device)
+        context: Any = SimpleNamespace(world=world)
+        making = _Making(tmp_path / name, Request("", 1, 1, (0,), ("memory",)), context)
+        making.finish(1.0)
+    assert [file.parts[-4] for file in tmp_path.rglob("memory_rank0.pickle")] == ["gpu"]
+    assert [keys.get("enabled", "on") for keys in called] == ["on", None]

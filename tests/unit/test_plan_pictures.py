@@ -290,7 +290,7 @@ def test_plan_pictures_page_states_batch_without_scaled_text(tmp_path: Path) -> 
     text = page.read_text()
     assert "<b>64 samples</b>" in text
     assert "<b>4096 tokens</b>" in text
-    assert "@media (max-width: 900px) { .pic svg { width: 1000px; }" in text
+    assert "@media screen and (max-width: 900px) { .pic svg { width: 1000px; }" in text
     assert text.count("<svg") == text.count('<div class="pic"><svg') > 3
     picture = text.partition("<h2>Pipeline schedule</h2>")[2].partition("</svg>")[0]
     blocks = [

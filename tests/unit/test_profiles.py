@@ -19,6 +19,7 @@ from mtrain.views.profiles import (
     Profiled,
     Request,
     axis_of,
+    deviations,
     facts_file,
     folder_of,
     measure,
@@ -133,6 +134,15 @@ def test_profiles_device_parts_and_gaps() -> None:
     assert sum(found.values()) == 500
 
 
+def test_profiles_deviations_are_shares_of_their_parts() -> None:
+    parts = {"gemm": 300.0, "memory": 100.0, "host": 50.0}
+    operations = {"fast": 100.0, "slow": 200.0, "copy": 100.0, "python": 50.0}
+    part_of = {"fast": "gemm", "slow": "gemm", "copy": "memory", "python": "host"}
+    one = Profiled(0, {}, [], 0.0, None, parts, operations, part_of)
+    found = deviations(one, {"gemm": 150e-6, "memory": 200e-6})
+    assert found == pytest.approx({"fast": 50e-6, "slow": 100e-6, "copy": -100e-6})
+
+
 def test_profiles_merge_puts_ranks_on_one_clock(tmp_path: Path) -> None:
     folder = write(tmp_path, 3, 2, skew_us=7e6)
     merged = json.loads(gzip.decompress(merge(folder, traces(folder)).read_bytes()))["traceEvents"]
@@ -142,8 +152,10 @@ def test_profiles_merge_puts_ranks_on_one_clock(tmp_path: Path) -> None:
     names = [event["args"]["name"] for event in merged if event.get("name") == "process_name"]
     assert names == ["rank 0 (tp 0), 7", "rank 1 (tp 1), 7"]
     assert {event["id"] for event in merged if "id" in event} == {"0.3", "1.3"}
-    backwards = [event for event in merged if event.get("name") == "mtrain:backward 1"]
-    assert [event["dur"] for event in backwards] == pytest.approx([240, 240])
+    # A transfer between stages ends the backward of a micro-batch.
+    for number, lasts in ((1, 100), (2, 40)):
+        backwards = [event for event in merged if event.get("name") == f"mtrain:backward {number}"]
+        assert [event["dur"] for event in backwards] == pytest.approx([lasts, lasts])
 
 
 def test_profiles_clocks_offsets_of_four_skewed_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from itertools import cycle
 from pathlib import Path
@@ -17,105 +18,21 @@ import pytest
 
 from mtrain.cli.charts import thinned
 from mtrain.cli.main import main
-from mtrain.config.compose.dump import run_yaml
 from mtrain.config.resolve.resolution import resolve
 from mtrain.plan.compare import planned
 from tests.support.commands import environment
 from tests.support.configs import LAPTOP, tiny
 from tests.support.patience import patient
+from tests.support.run_folders import Line, event, folder, life, lines_of, reported
 
-Line = dict[str, Any]
 TAGS = (
     "html head meta title style body h1 h2 p div b span i table tr th td svg rect text path polygon"
     " details summary"
 )
 ATTRIBUTES = (
     "lang charset name content http-equiv class style viewbox role d x y width height fill stroke"
-    " stroke-width stroke-linejoin points text-anchor"
+    " stroke-width stroke-linejoin points text-anchor data-from"
 )
-
-
-class Page(HTMLParser):
-    """A page: its tags, attributes, cards and rows of tables."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: set[str] = set()
-        self.rows: list[list[str]] = []
-        self.words: list[str] = []
-        self.cards: dict[str, str] = {}
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        self.inside = tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-        if self.inside in ("td", "th"):
-            self.rows[-1][-1] += data
-        if self.inside == "b":
-            self.value = data
-        if self.inside == "span" and data.strip():
-            self.cards[data] = self.value
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = ""
-
-    value = ""
-    inside = ""
-
-    def row(self, first: str) -> list[str]:
-        """Return the row that begins with a cell."""
-        (found,) = [row for row in self.rows if row and row[0] == first]
-        return found
-
-
-def lines_of(steps: int, **keys: Any) -> list[Line]:
-    """Return lines of steps of 0.1 s and 1,000 tokens/s."""
-    usual = {"loss": 3.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 100.0, "tokens_per_s": 1000.0}
-    times = {"step_s": 0.1, "forward_backward_s": 0.08, "optimizer_s": 0.02, "data_wait_s": 0.0}
-    return [{"step": n + 1, **usual, **times, "mfu": 0.4, **keys} for n in range(steps)]
-
-
-def event(kind: str, step: int, **facts: Any) -> Line:
-    return {"format": 1, "kind": kind, "time": "2026-01-01T00:00:00Z", "step": step, **facts}
-
-
-def folder(home: Path, lines: Sequence[Line], events: Sequence[Line] = (), **keys: Any) -> Path:
-    """Write a run folder."""
-    home.mkdir()
-    (home / "run.yaml").write_text(run_yaml(resolve(tiny(**keys), LAPTOP)))
-    (home / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (home / "events").mkdir()
-    text = "".join(json.dumps(one) + "\n" for one in events)
-    (home / "events/0001.jsonl").write_text(text)
-    return home
-
-
-def life(home: Path, seconds: dict[str, float], step: int) -> None:
-    """Write the life of one attempt."""
-    wall = sum(seconds.values())
-    facts = {"attempt": "1", "begun": 1e9, "boot": "b", "clock": 1.0, "at": 1e9 + wall}
-    sign = {"first": 0, "step": step, "steps": step, "again": 0, "open_s": 0.0}
-    line = {"format": 1, "kind": "end", **facts, "elapsed_s": wall, "end": "finished", **sign}
-    line |= {"seconds": seconds, "open_cause": "stepping"}
-    (home / "life.jsonl").write_text(json.dumps(line) + "\n")
-
-
-def reported(*homes: Path) -> tuple[str, Page]:
-    """Return the page about runs, as text and parsed."""
-    out = homes[0].parent / "page.html"
-    assert main(["report", *map(str, homes), "--out", str(out)]) == 0
-    text = out.read_text(encoding="utf-8")
-    return text, Page(text)
 
 
 BAD = (
@@ -214,6 +131,68 @@ def test_report_page_numbers_are_those_of_the_folder(tmp_path: Path) -> None:
     assert "The most is 3.0 MiB, on rank 0." in page.words
 
 
+class Sources(HTMLParser):
+    """The texts with digits of each part of a page that names its files; those of pictures are
+    the marks of their axes.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.depth = 0
+        self.files = ""
+        self.inside: list[str] = []
+        self.found: dict[str, list[str]] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs).get("data-from")
+        if own is not None:
+            assert not self.files
+            self.files = own
+            self.depth = 0
+        self.depth += tag == "div"
+        self.inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.inside and self.inside.pop() != tag:
+            pass
+        self.depth -= tag == "div"
+        if not self.depth:
+            self.files = ""
+
+    def handle_data(self, data: str) -> None:
+        apart = {"svg", "style", "title", "h1", "meta"} & set(self.inside)
+        if not apart and re.search(r"\d", data):
+            self.found.setdefault(self.files, []).append(data)
+
+
+def test_report_page_numbers_come_from_the_files_it_names(tmp_path: Path) -> None:
+    """Take away the files that a part names: a number that stays came from elsewhere."""
+    lines = [*lines_of(60), {"step": 60, "valid_loss": 2.3456}]
+    events = [event("alert", 7, name="loss", text="at 7.25"), event("checkpoint", 50, name="s")]
+    events += [event("memory", n, by_rank={"allocated_bytes": [n << 30]}) for n in range(60)]
+    events += [event("straggler", 9, rank=3, machine="box", own_s=0.08, usual_s=0.05)]
+    home = folder(tmp_path / "run", lines, events)
+    life(home, {"stepping": 10.0, "saving": 6.0, "starting": 4.0}, 60)
+    (home / "memory.json").write_text('{"peak_bytes_by_rank": [3145728]}')
+    (home / "env.json").write_text('{"versions": {"torch": "2.9"}}')
+    whole = Sources(reported(home)[0]).found
+    assert not [text for text in whole.get("", []) if "tiny" not in text]
+    assert {"events", "life.jsonl", "memory.json plan.json run.yaml"} <= whole.keys()
+    for files in whole.keys() - {"", "run.yaml"}:
+        other = tmp_path / files.replace(" ", "-")
+        shutil.copytree(home, other)
+        for name in set(files.split()) - {"run.yaml"}:
+            path = other / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        (tmp_path / "page.html").unlink()
+        left = Sources(reported(other)[0]).found
+        same = set(left.get(files, ())) & set(whole[files])
+        # The configuration stays, and what is planned from it.
+        assert set(whole[files]) - same, files
+        assert not same or "run.yaml" in files, (files, same)
+
+
 SLOWDOWNS: dict[str, tuple[dict[str, Any], list[Line], dict[str, float], str, float]] = {
     # keys of every step, events, the life, the cause on the page, seconds of a step without it
     "data": (
@@ -228,10 +207,10 @@ SLOWDOWNS: dict[str, tuple[dict[str, Any], list[Line], dict[str, float], str, fl
     "slow rank": (
         {},
         [
-            event("straggler", 1, rank=3, machine="box", own_s=0.08, usual_s=0.05),
+            event("straggler", 3, rank=3, machine="box", own_s=0.08, usual_s=0.05),
         ],
         {"stepping": 100.0},
-        "rank 3 on box, 1.6 x its stage, since it was named",
+        "rank 3 on box, 1.6 x its stage, since step 1",
         70.0,
     ),
 }

@@ -48,6 +48,8 @@ class Kept(Sink):
         self.steps.extend(event["step"] for event in events if event["kind"] == log.STEP)
         found = [event for event in events if event["kind"] == log.STATISTICS]
         self.described.extend((event["step"], event["of"]) for event in found)
+        kinds = (log.MEMORY, log.ALERT)
+        self.further.extend((e["step"], e["kind"]) for e in events if e["kind"] in kinds)
 
 
 class Purging(Kept):
@@ -58,6 +60,7 @@ class Purging(Kept):
     def open(self) -> int | None:
         self.steps[:] = [step for step in self.steps if step <= self.session.step]
         self.described[:] = [pair for pair in self.described if pair[0] <= self.session.step]
+        self.further[:] = [pair for pair in self.further if pair[0] <= self.session.step]
         return super().open()
 
 
@@ -68,6 +71,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (Kept, Purging):
         monkeypatch.setattr(kind, "steps", [], raising=False)
         monkeypatch.setattr(kind, "described", [], raising=False)
+        monkeypatch.setattr(kind, "further", [], raising=False)
         monkeypatch.setattr(kind, "ids", [], raising=False)
         monkeypatch.setattr(kind, "failures", 0)
     monkeypatch.setattr(Kept, "wait", None)
@@ -88,6 +92,9 @@ def attempt(
         writer.put(log.STEP, step, values={"loss": float(step)})
         for kind in TENSORS if step % 2 == 0 else ():
             writer.put(log.STATISTICS, step, of=kind, columns=["norm"], rows={"a.b": [1.0]})
+        if step % 3 == 0:
+            writer.put(log.ALERT, step, name="loss", text="high")
+            writer.put(log.MEMORY, step, by_rank={"allocated_bytes": [1]})
     writer.close()
     feed.close(feeds, close_s)
 
@@ -98,6 +105,8 @@ def test_sinks_get_each_step_once_over_restarts(tmp_path: Path) -> None:
     attempt(tmp_path, 5, 9, Kept, Purging)
     assert Kept.steps == Purging.steps == list(range(1, 10))
     assert Kept.described == Purging.described == [(s, k) for s in (2, 4, 6, 8) for k in TENSORS]
+    expected = [(step, kind) for step in (3, 6, 9) for kind in (log.ALERT, log.MEMORY)]
+    assert Kept.further == Purging.further == expected
     assert len({*Kept.ids, *Purging.ids}) == 1
 
 

@@ -244,6 +244,25 @@ def _area(svg: Svg, stage: StageMemory, line: Timeline, box: Box, most: float) -
 
 
 def _schedule(line: Timeline) -> list[str]:
+    """Return the planned schedule with its bubble."""
+    drawn = "All micro-batches"
+    if line.cut is not None:
+        drawn = (
+            f"The begin and the end of a step of {line.of} micro-batches: of those between, which"
+            f" do the same again, {line.of - line.micro} are left out at the break"
+        )
+    deeper = ""
+    if any(block.chunk for stage in line.blocks for block in stage):
+        deeper = " A deeper colour is a later chunk of the stage; the picture is scrolled sideways."
+    return [
+        "<h2>Pipeline schedule</h2>",
+        f"<p>{drawn}; a backward takes as long as two forwards and what it computes again. In the"
+        f" whole step the busiest stage waits {share(line.bubble)} of the time.{deeper}</p>",
+        *schedule_of(line),
+    ]
+
+
+def schedule_of(line: Timeline) -> list[str]:
     """Return a row for each stage: its forwards and backwards, and between them the bubble."""
     rows = len(line.blocks)
     high = 26 if rows <= 16 else 12
@@ -259,31 +278,17 @@ def _schedule(line: Timeline) -> list[str]:
         svg.box(left, y, wide, high - 4, "#8882", f"stage {stage} waits")
         for block in blocks:
             _block(svg, line, block, (left, y, scale, high - 4), gap)
-    drawn = "All micro-batches"
     if line.cut is not None:
         at = left + line.cut * scale
         svg.box(at, 0, gap, rows * high + 4, "Canvas", "what is left out")
         svg.text(at + gap / 2, rows * high + 20, "left out", middle=True)
-        drawn = (
-            f"The begin and the end of a step of {line.of} micro-batches: of those between, which"
-            f" do the same again, {line.of - line.micro} are left out at the break"
-        )
     chunks = max(block.chunk for stage in line.blocks for block in stage)
     colours = []
     for name, shades in (("forward", FORWARD), ("backward", BACKWARD)):
         for n in range(min(chunks, 3) + 1):
             chunk = f" of chunk {n}" if chunks else ""
             colours.append((f"{name}{chunk}{' and later' if n == 3 < chunks else ''}", shades[n]))
-    deeper = ""
-    if chunks:
-        deeper = " A deeper colour is a later chunk of the stage; the picture is scrolled sideways."
-    return [
-        "<h2>Pipeline schedule</h2>",
-        f"<p>{drawn}; a backward takes as long as two forwards and what it computes again. In the"
-        f" whole step the busiest stage waits {share(line.bubble)} of the time.{deeper}</p>",
-        legend([*colours, ("bubble", "#8884")]),
-        svg.markup(),
-    ]
+    return [legend([*colours, ("bubble", "#8884")]), svg.markup()]
 
 
 def _block(svg: Svg, line: Timeline, block: Block, box: Box, gap: float) -> None:

@@ -26,9 +26,11 @@ from mtrain.views.profiles import (
     PARTS,
     REQUEST,
     Profiled,
+    deviations,
     facts_file,
     measure,
     merge,
+    snapshot_file,
     trace_file,
     traces,
 )
@@ -212,10 +214,30 @@ def _lines(
     yield f"communication that nothing hides: {percent(waits / total)} of the step"
     yield f"the operations of rank {slowest.rank} that took longest:"
     yield from table([[name, duration(spent / 1e6)] for name, spent in _slowest(slowest)], left=1)
+    off = deviations(slowest, planned)
+    most = sorted(off, key=lambda name: -abs(off[name]))[:SLOWEST]
+    if most:
+        yield "those that deviate most from the plan, each by its share of what its part does:"
+        rows = [[name, slowest.part_of[name], f"{1e3 * off[name]:+.3g} ms"] for name in most]
+        yield from table(rows, left=2)
+    yield from _snapshots(folder, ranks)
     errors = [one.error_us for one in ranks if one.error_us is not None]
     if len(errors) < len(ranks):
         yield "the clocks of some ranks could not be compared: their traces may be apart"
     yield f"all ranks on one clock (within {max(errors, default=0.0) / 1e3:.2f} ms): {merged}"
+
+
+def _snapshots(folder: Path, ranks: Sequence[Profiled]) -> Iterator[str]:
+    """Yield where the allocator's snapshots are, or why there are none."""
+    with suppress(OSError, ValueError, KeyError):
+        if "memory" not in json.loads((folder / FACTS).read_text())["content"]:
+            return
+    found = [snapshot_file(folder, one.rank) for one in ranks]
+    there = [str(file) for file in found if file.is_file()]
+    if there:
+        yield f"snapshots of the allocator, for pytorch.org/memory_viz: {', '.join(there)}"
+    else:
+        yield "no snapshot of an allocator: a CPU has none, or its torch cannot write one"
 
 
 def _planned(home: Path) -> Mapping[str, float]:

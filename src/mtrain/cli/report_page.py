@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from mtrain.cli.charts import ROWS, TICK_COLOUR, Axes, Flag, bars, chart, heat
 from mtrain.cli.goodput import is_owned
 from mtrain.cli.html import PAGE, Svg, html_page, hue, legend, short_of, table_of
-from mtrain.cli.plan_page import grid_of
+from mtrain.cli.plan_page import grid_of, schedule_of
 from mtrain.cli.plan_pictures import share
 from mtrain.config.compose.paths import ENVIRONMENT
 from mtrain.config.disk.files import read_bytes
@@ -34,9 +34,12 @@ from mtrain.plan.compare import (
     saved_in,
 )
 from mtrain.plan.rank import stage_memories
-from mtrain.report.costs import Cost, costs
+from mtrain.plan.timeline import timeline
+from mtrain.report.causes import Found, causes
+from mtrain.report.costs import Cost, costs, grown
 from mtrain.report.differing import digest_of_numbers
 from mtrain.report.folder import Record, curve, number
+from mtrain.report.profiled import Profile, last_profile
 from mtrain.report.story import (
     ALERT,
     FAILURE,
@@ -50,7 +53,7 @@ from mtrain.report.story import (
     tell,
 )
 from mtrain.report.tail import end_of, usual
-from mtrain.units import bytes_, count, duration, number_of, seconds, short
+from mtrain.units import GIB, bytes_, count, duration, number_of, seconds, short
 
 STYLE = "plan.css"
 COLOURS = {
@@ -94,13 +97,37 @@ def page_of(record: Record, *, tune: bool = False) -> str:
         )
     if not record.steps:
         body.append("<p>The run has made no step.</p>")
-    body += [_cards(record, life), *_curves(record, story), *_told(story)]
-    body += _slowed(costs(record, story, life, compared), record, story)
-    body += _faster(record) if tune else []
-    body += [*_planned(compared), *_by_rank(record), *_goodput(life)]
-    body += [*_statistics(story), *_further(record)]
-    body += [*_layout(record), *_data(record), *_recipe(record)]
+    profile = last_profile(record.home)
+    found = costs(record, story, life, compared, _causes(record, story, profile))
+    body += _from("metrics.jsonl life.jsonl run.yaml", [_cards(record, life)])
+    body += _from("metrics.jsonl events", _curves(record, story))
+    body += _from("events metrics.jsonl", _told(story))
+    body += _from(
+        "metrics.jsonl life.jsonl events profiles plan.json run.yaml", _slowed(found, story)
+    )
+    body += _from("run.yaml plan.json metrics.jsonl", _faster(record) if tune else ())
+    body += _from("plan.json metrics.jsonl memory.json checkpoints run.yaml", _planned(compared))
+    body += _from("profiles run.yaml", _schedules(record, profile))
+    body += _from("memory.json plan.json run.yaml", _by_rank(record))
+    body += _from("events", _memory(story))
+    body += _from("life.jsonl", _goodput(life))
+    body += _from("events", _statistics(story))
+    body += _from("metrics.jsonl", _further(record))
+    body += _from("run.yaml", _layout(record))
+    body += _from("run.yaml metrics.jsonl", _data(record))
+    body += _from("run.yaml env.json", _recipe(record))
     return html_page(f"run {record.name}", STYLE, body)
+
+
+def _from(files: str, made: Iterable[str]) -> Iterator[str]:
+    """Yield parts of the page within an element that names the files of the folder which their
+    numbers come from; nothing if there are no parts.
+    """
+    parts = list(made)
+    if parts:
+        yield f'<div data-from="{files}">'
+        yield from parts
+        yield "</div>"
 
 
 def _what(record: Record) -> str:
@@ -234,7 +261,17 @@ def _told(story: Story) -> Iterator[str]:
         yield f"<p>and {left} more</p>"
 
 
-def _slowed(found: Sequence[Cost], record: Record, story: Story) -> Iterator[str]:
+def _causes(record: Record, story: Story, profile: Profile | None) -> dict[str, float]:
+    config = record.config
+    if config is None:
+        return {}
+    peaks = (_or_none(lambda: peaks_in(record.home)) or {}) if counts_memory(config) else {}
+    peak = max((size for size in peaks.get(ALLOCATED, ()) if size is not None), default=None)
+    _, free = story.memory.get("host_free_bytes", [(0, None)])[-1]
+    return dict(causes(Found(record, config, story, profile, peak, free)))
+
+
+def _slowed(found: Sequence[Cost], story: Story) -> Iterator[str]:
     slow = slowest(story)
     if not found and slow is None:
         return
@@ -298,6 +335,41 @@ def _planned(compared: Sequence[Row]) -> Iterator[str]:
         table.append((row.part, *pair, off, "beyond its bound" if row.beyond else ""))
     yield "<h2>Planned and measured</h2>"
     yield table_of(table, ("part", "planned", "measured", "off", ""))
+
+
+def _schedules(record: Record, profile: Profile | None) -> Iterator[str]:
+    """Yield the schedule of the pipeline as a profile measured it, and as it was planned."""
+    config = record.config
+    measured = _or_none(lambda: profile.schedule) if profile is not None else None
+    if config is None or config.parallel.pp < 2 or profile is None or measured is None:
+        return
+    yield "<h2>Pipeline schedule</h2>"
+    yield (
+        f"<p>Measured in step {profile.step}, which a profile made longer: the busiest stage waits"
+        f" {share(measured.bubble)} of the time between the first forward and the last"
+        " backward.</p>"
+    )
+    yield from schedule_of(measured)
+    planned = _or_none(lambda: timeline(stage_memories(config), whole=True))
+    if planned is not None:
+        yield f"<p>Planned by the FLOPs of stages: it waits {share(planned.bubble)}.</p>"
+        yield from schedule_of(planned)
+
+
+def _memory(story: Story) -> Iterator[str]:
+    """Yield the samples of memory over the steps, the most of all ranks."""
+    kinds = {
+        key: [(step, size / GIB) for step, size in points]
+        for key, points in story.memory.items()
+        if key.endswith("_bytes") and not key.startswith("host_free") and key != "host_bytes"
+    }
+    drawn = chart(kinds, Axes("step"))
+    if drawn:
+        yield "<h2>Memory over the steps</h2>"
+        words = grown(story)
+        warns = f" It never stopped growing:{words.partition(':')[2]}." if words else ""
+        yield f"<p>GiB, of the rank with the most.{text_of(warns)}</p>"
+        yield drawn
 
 
 def _by_rank(record: Record) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from mtrain import strict_json
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import warn
-from mtrain.events.log import EVALUATION, FOLDER, STATISTICS, STEP
+from mtrain.events.log import ALERT, EVALUATION, FOLDER, MEMORY, STATISTICS, STEP
 from mtrain.events.read import Event, Place, following
 from mtrain.events.sink import Session, Sink
 
@@ -42,6 +42,8 @@ class Mark:
     """The step of the last statistics that were sent."""
     tensors: list[str] = field(default_factory=list)
     """The kinds of tensors that were sent of that step."""
+    further: dict[str, int] = field(default_factory=dict)
+    """Kind of another event, of alerts with their name -> the step of the last that was sent."""
 
     @classmethod
     def read(cls, file: Path) -> Mark:
@@ -50,8 +52,9 @@ class Mark:
             found = json.loads(file.read_text())
             place = Place(int(found["place"]["attempt"]), int(found["place"]["offset"]))
             described = int(found.get("described", 0)), list(found.get("tensors", []))
-            return cls(place, int(found["step"]), int(found["evaluation"]), *described)
-        except (OSError, ValueError, TypeError, KeyError):
+            further = {str(kind): int(step) for kind, step in found.get("further", {}).items()}
+            return cls(place, int(found["step"]), int(found["evaluation"]), *described, further)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return cls()
 
     def write(self, file: Path) -> None:
@@ -72,6 +75,7 @@ class Mark:
         if self.described > step:
             self.described = step + 1
             self.tensors = []
+        self.further = {kind: min(last, step) for kind, last in self.further.items()}
 
     def takes(self, event: Event) -> bool:
         """Return whether an event was not sent yet, and count it as sent."""
@@ -90,6 +94,11 @@ class Mark:
             if is_new:
                 self.described = step
                 self.tensors = [*sent, event["of"]]
+            return is_new
+        if event["kind"] in (MEMORY, ALERT):
+            kind = f"{event['kind']} {event.get('name', '')}"
+            is_new = step > self.further.get(kind, -1)
+            self.further = self.further | {kind: max(step, self.further.get(kind, -1))}
             return is_new
         return True
 

@@ -29,6 +29,7 @@ ALERT = "alert"
 MEMORY = "memory"
 ANOMALY = "anomaly"
 STRAGGLER = "straggler"
+OWN_TIME = "own_time"
 DROPPED = "dropped"
 END = "end"
 MOST_HELD = 10_000

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.schema.run import RunConfig
-from mtrain.events.log import EVALUATION, STATISTICS, STEP
+from mtrain.events.log import ALERT, EVALUATION, MEMORY, STATISTICS, STEP
 from mtrain.events.read import Event
 
 NAMES = {
@@ -98,7 +98,7 @@ class RunSink(Sink):
     run: Any = None
 
     def send(self, events: Sequence[Event]) -> None:
-        """Log a row for each step and each evaluation."""
+        """Log a row for each event that has numbers."""
         for event in events:
             row = usual(event)
             if row:
@@ -126,10 +126,32 @@ def numbers(event: Event) -> dict[str, float]:
     return found | {n: float(v) for n, v in values.items() if isinstance(v, int | float)}
 
 
-def usual(event: Event) -> dict[str, float]:
-    """Return the same numbers by the names of Megatron-LM, and statistics as
-    `gradients/norm/NAME`.
+def memory_of(event: Event) -> dict[str, float]:
+    """Return the most that a rank has of each kind of memory, in a sample; empty for other
+    events.
     """
+    if event["kind"] != MEMORY:
+        return {}
+    known = {
+        key: [size for size in sizes if size is not None] for key, sizes in event["by_rank"].items()
+    }
+    return {key: float(max(sizes)) for key, sizes in known.items() if sizes}
+
+
+def alert_of(event: Event) -> tuple[str, str] | None:
+    """Return the name and the text of an alert; None for other events."""
+    return (str(event["name"]), str(event["text"])) if event["kind"] == ALERT else None
+
+
+def usual(event: Event) -> dict[str, float]:
+    """Return the same numbers by the names of Megatron-LM, statistics as `gradients/norm/NAME`,
+    samples of memory as `memory/KIND`, and an alert as `alert/NAME`, which is 1.
+    """
+    alert = alert_of(event)
+    if alert is not None:
+        return {f"alert/{alert[0]}": 1.0}
+    if event["kind"] == MEMORY:
+        return {f"memory/{key}": size for key, size in memory_of(event).items()}
     if event["kind"] == STATISTICS:
         return {
             f"{event['of']}/{column}/{name}": float(value)

@@ -24,6 +24,7 @@ from mtrain.goodput.meter import (
 from mtrain.plan.compare import FIRST_STEPS, Row
 from mtrain.report.folder import Record, curve, number
 from mtrain.report.story import Story, slowest
+from mtrain.units import bytes_
 
 WORDS = {
     SAVING: "saves that blocked the loop",
@@ -36,7 +37,11 @@ WORDS = {
 }
 PARTS = ("forward and backward", "optimizer")
 GROWTH = 0.05
-"""The least growth of step times from the first quarter of the run to the last that counts."""
+"""The least growth of step times, and of memory, from the beginning of the run to its last quarter
+that counts.
+"""
+MEMORY = ("allocated_bytes", "host_rss_bytes")
+"""Keys of a sample of memory that a leak makes grow."""
 LEAST = 0.002
 """Causes of a smaller share of the time are left out."""
 
@@ -52,15 +57,25 @@ class Cost:
 
 
 def costs(
-    record: Record, story: Story, life: Account | None, compared: Sequence[Row]
+    record: Record,
+    story: Story,
+    life: Account | None,
+    compared: Sequence[Row],
+    causes: Mapping[str, float],
 ) -> list[Cost]:
-    """Return the causes by their cost, the largest first; they may overlap."""
+    """Return the causes by their cost, the largest first; they may overlap.
+
+    `causes` are those of slow steps with their seconds.
+    """
     stepping = sum(value for _, value in curve(record.steps, "step_s"))
     wall = max(stepping, life.wall_s if life is not None else 0.0)
     tokens = sum(_tokens(line) for line in record.steps.values())
     if not wall or not tokens:
         return []
-    found = {**_of_life(life), **dict(_of_steps(record, story)), **dict(_of_plan(record, compared))}
+    waits = sum(value for _, value in curve(record.steps, "data_wait_s"))
+    slow = {**dict(_of_steps(record, story)), **causes}
+    beyond = dict(_of_plan(record, compared, sum(slow.values())))
+    found = {**_of_life(life), WAITING.replace("_", " "): waits, **slow, **beyond}
     return sorted(
         (
             Cost(cause, seconds, tokens / (wall - seconds) - tokens / wall)
@@ -85,25 +100,60 @@ def _of_life(life: Account | None) -> dict[str, float]:
 
 
 def _of_steps(record: Record, story: Story) -> Iterator[tuple[str, float]]:
-    waits = sum(value for _, value in curve(record.steps, "data_wait_s"))
-    yield WAITING.replace("_", " "), waits
     slow = slowest(story)
     if slow is not None:
-        since = [step for step in record.steps if step >= min(s.step for s in story.slow)]
+        # The reports that named it are about steps before.
+        keys = None if record.config is None else record.config.resilience
+        before = 1 if keys is None else (keys.straggler_interval or 1) * keys.straggler_reports
+        first = min(one.step for one in story.slow) - before
+        since = [step for step in record.steps if step > first]
         excess = max(0.0, slow.own_s - slow.usual_s)
         slower = slow.own_s / max(slow.usual_s, 1e-9)
         words = f"rank {slow.rank} on {slow.machine}, {slower:.1f} x its stage"
-        yield f"{words}, since it was named", excess * len(since)
+        yield f"{words}, since step {min(since, default=0)}", excess * len(since)
     times = [value for _, value in curve(record.steps, "step_s")][FIRST_STEPS:]
     quarter = len(times) // 4
     if quarter >= FIRST_STEPS:
-        early = median(times[:quarter])
+        early = _beginning(times)
         if median(times[-quarter:]) > (1 + GROWTH) * early:
-            yield "steps that became slower", sum(max(0.0, time - early) for time in times)
+            words = f"steps that became slower{grown(story)}"
+            yield words, sum(max(0.0, time - early) for time in times)
 
 
-def _of_plan(record: Record, compared: Sequence[Row]) -> Iterator[tuple[str, float]]:
+def _beginning(times: Sequence[float]) -> float:
+    """Return the time of a step at the beginning of a run, without its `FIRST_STEPS` steps."""
+    some = max(FIRST_STEPS, len(times) // 10)
+    first = median(times[:some])
+    second = median(times[some : 2 * some])
+    # Steps that become slower from the first one on were faster before the middle of these.
+    rise = max(0.0, second - first) / some
+    return max(first / 2, first - rise * (FIRST_STEPS + some / 2))
+
+
+def grown(story: Story) -> str:
+    """Return the memory that grew all the time, as the end of a sentence; empty: none did."""
+    for key in MEMORY:
+        values = [size for _, size in story.memory.get(key, ())]
+        quarter = len(values) // 4
+        if not quarter:
+            continue
+        # What starts is warm after the first quarter; a leak never stops.
+        parts = [median(values[place * quarter : (place + 1) * quarter]) for place in range(1, 4)]
+        last = values[-1]
+        if parts[0] < parts[1] < parts[2] and last > (1 + GROWTH) * parts[0]:
+            kind = key.removesuffix("_bytes").replace("_", " ")
+            rank = story.fullest[key]
+            return (
+                f" while memory grew: {kind} of rank {rank}, {bytes_(parts[0])} to {bytes_(last)}"
+            )
+    return ""
+
+
+def _of_plan(record: Record, compared: Sequence[Row], known: float) -> Iterator[tuple[str, float]]:
+    """Yield the parts that were slower than planned, beyond what other causes explain of it."""
     for row in compared:
         if row.part in PARTS and row.planned and row.measured and row.measured > row.planned:
             excess = (row.measured - row.planned) * len(record.steps)
-            yield f"{row.part}, slower than planned", excess
+            beyond = max(0.0, excess - known)
+            known = max(0.0, known - excess)
+            yield f"{row.part}, slower than planned", beyond

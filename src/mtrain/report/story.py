@@ -1,5 +1,5 @@
-"""The events of a run that a page marks: saves, resumes, restarts, alerts, spikes and skips, slow
-ranks, and statistics of modules.
+"""The events of a run that a page shows: saves, resumes, restarts, alerts, spikes and skips, slow
+ranks, samples of memory, and statistics of modules.
 """
 
 from __future__ import annotations
@@ -9,9 +9,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
-from mtrain.events.log import CHECKPOINT, END, RESTART, START, STRAGGLER, WARNING
+from mtrain.events.log import (
+    CHECKPOINT,
+    END,
+    MEMORY,
+    OWN_TIME,
+    RESTART,
+    START,
+    STRAGGLER,
+    WARNING,
+)
 from mtrain.events.read import Event, events
 from mtrain.report.folder import Record, curve, number
 
@@ -34,6 +43,8 @@ LEAST = 0.02
 MOST_ROWS = 512
 MOST_SAMPLES = 20_000
 MOST_TEXT = 300
+MOST_REPORTS = 100
+"""Reports of the own times of ranks that are kept, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,16 @@ class Story:
     """Kind and column -> row -> the values at steps."""
     samples: int = 0
     """Events of statistics that were read."""
+    memory: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Key of a sample -> steps, and the most that a rank had then."""
+    fullest: dict[str, int] = field(default_factory=dict)
+    """Key of a sample -> the rank that had the most in the last one."""
+    own_s: list[list[float]] = field(default_factory=list)
+    """The own time of a step of each rank, in the reports that all ranks gave."""
+    loads: list[float] = field(default_factory=list)
+    """The load of the most loaded expert-parallel rank of each layer, over that of an equal one,
+    the mean of the layers: one number for each step that was described.
+    """
 
     def of(self, kind: str) -> list[Mark]:
         """Return the marks of a kind."""
@@ -95,6 +116,14 @@ def _add(story: Story, event: Event) -> None:
         return
     if kind == STATISTICS:
         _describe(story, event)
+    elif kind == MEMORY:
+        _remember(story, event)
+    elif kind == OWN_TIME:
+        found = event.get("own_s")
+        own = [number(value) for value in found] if isinstance(found, list) else []
+        known = [value for value in own if value is not None]
+        if own and len(known) == len(own):
+            story.own_s = [*story.own_s[1 - MOST_REPORTS :], known]
     elif kind == CHECKPOINT:
         story.marks.append(Mark(step, SAVE, _text(event.get("name"))))
     elif kind == START and (step or event.get("attempt") != 1):
@@ -122,6 +151,29 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)[:MOST_TEXT]
 
 
+def _remember(story: Story, event: Event) -> None:
+    """Keep the most that a rank has of each kind of memory."""
+    by_rank = event.get("by_rank")
+    for key, values in by_rank.items() if isinstance(by_rank, dict) else ():
+        sizes = [number(value) for value in values] if isinstance(values, list) else []
+        most = max((size for size in sizes if size is not None), default=None)
+        if most is not None:
+            story.memory.setdefault(_text(key), []).append((event["step"], most))
+            story.fullest[_text(key)] = sizes.index(most)
+
+
+def _load(loads: object) -> float | None:
+    """Return the mean over layers of the most loaded rank's share over an equal one."""
+    if not isinstance(loads, dict):
+        return None
+    found = []
+    for layer in loads.values():
+        ranks = [number(load) or 0.0 for load in layer] if isinstance(layer, list) else []
+        if len(ranks) > 1 and sum(ranks) > 0:
+            found.append(max(ranks) * len(ranks) / sum(ranks))
+    return fmean(found) if found else None
+
+
 def _describe(story: Story, event: Event) -> None:
     """Keep the first column of an event of statistics, and of columns beyond the usual four the
     last.
@@ -133,6 +185,9 @@ def _describe(story: Story, event: Event) -> None:
     if story.samples >= MOST_SAMPLES:
         return
     story.samples += 1
+    load = _load(event.get("rank_loads"))
+    if load is not None:
+        story.loads.append(load)
     kept = {0} | ({len(columns) - 1} if len(columns) > 4 else set())
     for place in kept:
         table = story.statistics.setdefault((_text(event.get("of")), _text(columns[place])), {})

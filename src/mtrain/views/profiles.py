@@ -41,6 +41,8 @@ ORDER = (*COMPUTATION, *COMMUNICATION, "waiting", "sync")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 PRODUCT = re.compile(r"gemm|cutlass|nvjet|xmma|matmul|(^|_)mm")
 BACKWARD = "autograd::engine::evaluate_function"
+BETWEEN = tuple(PREFIX + label for label in ("forward ", "pp ", "optimizer"))
+"""The beginnings of labels that end a backward."""
 
 Trace = list[dict[str, Any]]
 
@@ -84,6 +86,11 @@ def trace_file(folder: Path, rank: int) -> Path:
     return folder / f"trace_rank{rank}.json.gz"
 
 
+def snapshot_file(folder: Path, rank: int) -> Path:
+    """Return the allocator's snapshot of a rank, which torch's memory viewer shows."""
+    return folder / f"memory_rank{rank}.pickle"
+
+
 def facts_file(folder: Path, rank: int) -> Path:
     """Return the file with a rank's clock and the time of its last step."""
     return folder / f"rank{rank}.json"
@@ -104,6 +111,8 @@ class Profiled:
     """Microseconds of the last step by part."""
     operations: dict[str, float] = field(default_factory=dict)
     """Microseconds of the last step by operation, without those that it calls."""
+    part_of: dict[str, str] = field(default_factory=dict)
+    """The part that an operation belongs to."""
 
 
 def traces(folder: Path) -> list[Profiled]:
@@ -189,11 +198,35 @@ def _backwards(events: Trace) -> Iterator[dict[str, Any]]:
                 facts = {"ph": "X", "cat": "user_annotation", "name": f"{PREFIX}backward {number}"}
                 open_ = facts | {key: event[key] for key in ("pid", "tid", "ts", "dur")}
             open_["dur"] = max(open_["dur"], end - open_["ts"])
-        elif open_ is not None and name.startswith((f"{PREFIX}forward ", f"{PREFIX}optimizer")):
+        elif open_ is not None and name.startswith(BETWEEN):
             yield open_
             open_ = None
     if open_ is not None:
         yield open_
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A forward or backward of a micro-batch, in seconds since the earliest mark of the clocks."""
+
+    forward: bool
+    begin: float
+    end: float
+
+
+def pieces(events: Trace) -> list[Piece]:
+    """Return the forwards and backwards of the last step of a trace, in order."""
+    main = _main_thread(events)
+    step = [event for event in main if event["name"] == STEP][-1:]
+    forward = f"{PREFIX}forward "
+    named = [event for event in main if str(event["name"]).startswith(forward)]
+    found = [
+        Piece(str(event["name"]).startswith(forward), begin / 1e6, (begin + event["dur"]) / 1e6)
+        for event in (*named, *_backwards(events))
+        for begin in [event["ts"]]
+        if step and step[0]["ts"] <= begin <= step[0]["ts"] + step[0]["dur"]
+    ]
+    return sorted(found, key=lambda piece: piece.begin)
 
 
 def _main_thread(events: Trace) -> Trace:
@@ -226,6 +259,19 @@ def measure(ranks: Sequence[Profiled]) -> None:
             _measure(one, calls)
 
 
+def deviations(one: Profiled, planned: Mapping[str, float]) -> dict[str, float]:
+    """Return what operations took beyond the plan of their part, in seconds, by their shares of
+    what the part took; only of parts that the plan has.
+    """
+    found = {}
+    for name, spent in one.operations.items():
+        part = one.part_of.get(name, "")
+        plan = planned.get(part)
+        if plan is not None and one.parts.get(part):
+            found[name] = spent / 1e6 * (1 - 1e6 * plan / one.parts[part])
+    return found
+
+
 def _call(name: str) -> tuple[str, str, str] | None:
     """Return the axis of a collective, its group and number, and its operation or `wait`."""
     words = name.removeprefix(PREFIX).split(" ")
@@ -255,6 +301,7 @@ def _measure(one: Profiled, calls: Mapping[str, float]) -> None:
         parts[part] += spent
         if name:
             operations[name] += spent
+            one.part_of[name] = part
         at = max(at, until)
 
     for event in main:
@@ -320,6 +367,7 @@ def _measure_device(one: Profiled, starts: Mapping[str, float]) -> None:
         for name, left, right in spans or [(part, first, last)]:
             edges += [(left, 1, name), (right, -1, name)]
         one.operations[event["name"]] = one.operations.get(event["name"], 0.0) + event["dur"]
+        one.part_of[event["name"]] = part
     for event in one.events:
         if event.get("cat") == "cuda_runtime" and "Synchronize" in str(event["name"]):
             edges += [(event["ts"], 1, "sync"), (event["ts"] + event["dur"], -1, "sync")]

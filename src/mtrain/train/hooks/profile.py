@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,22 @@ from mtrain.train.hooks.base import Hook
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.interruptions import PROFILE
 from mtrain.train.loop.result import StepResult
-from mtrain.views.profiles import CLOCK, FACTS, REQUEST, Request, facts_file, folder_of, trace_file
+from mtrain.views.profiles import (
+    CLOCK,
+    FACTS,
+    REQUEST,
+    Request,
+    facts_file,
+    folder_of,
+    snapshot_file,
+    trace_file,
+)
 from mtrain.world import clocks
 from mtrain.world.labels import Labels, Mark
 
 MARKS = 8
+MOST_ALLOCATIONS = 100_000
+"""Events of the allocator that a snapshot has."""
 LOOK_S = 1.0
 """Seconds between two looks for a request."""
 
@@ -145,11 +156,18 @@ class _Making:
         self.facts |= {"offset_ns": found and found[0], "error_ns": found and found[1]}
         self.profiler: Any = None
         self.ended: Callable[[], None] = lambda: None
+        self.record: Any = None
+        """The function that turns the history of the allocator on and off."""
+        self.dump = world.device.dump_memory if "memory" in request.content else None
         if self.rank in request.ranks:
             self._begin(world.device.namespace)
 
     def _begin(self, namespace: Any) -> None:
         content = self.request.content
+        if self.dump is not None:
+            with suppress(Exception):  # an interface without promises
+                self.record = namespace.memory._record_memory_history
+                self.record(max_entries=MOST_ALLOCATIONS)
         marks: list[Callable[[str], Mark]] = []
         if set(content) - {"nsys"}:
             self.profiler = torch.profiler.profile(
@@ -172,6 +190,9 @@ class _Making:
         """Stop without a trace."""
         Labels.now = None
         self.ended()
+        if self.record is not None:
+            with suppress(Exception):
+                self.record(enabled=None)
         if self.profiler is not None:
             profiler = self.profiler
             self.profiler = None
@@ -180,6 +201,9 @@ class _Making:
     def finish(self, step_s: float) -> None:
         """Stop, and write the trace and what is known of it; the last step took `step_s`."""
         profiler = self.profiler
+        if self.dump is not None and self.rank in self.request.ranks:
+            with suppress(Exception):
+                self.dump(str(snapshot_file(self.folder, self.rank)))
         self.stop()
         if self.rank not in self.request.ranks:
             return

@@ -10,7 +10,7 @@ from typing import Any
 from mtrain import strict_json
 from mtrain.config.schema.resilience import ResilienceConfig
 from mtrain.errors import Preempted, warn
-from mtrain.events.log import STRAGGLER
+from mtrain.events.log import OWN_TIME, STRAGGLER
 from mtrain.train.hooks.base import Hook
 from mtrain.train.hooks.metrics import Metrics
 from mtrain.train.loop.context import TrainContext
@@ -69,6 +69,8 @@ class Stragglers(Hook):
         self.own_s.clear()
 
     def _compare(self, context: TrainContext, reports: list[dict[str, Any]]) -> None:
+        own_s = [report["own_s"] for report in reports]
+        self.metrics.note(OWN_TIME, reports[0]["step"], own_s=own_s)
         grid = context.world.grid
         stages: dict[int, dict[int, float]] = {}
         for rank, report in enumerate(reports):

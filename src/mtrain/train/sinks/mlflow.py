@@ -21,7 +21,7 @@ LONGEST = 500
 
 
 class Mlflow(Sink):
-    """Metrics of each step and evaluation, and the configuration as parameters."""
+    """Metrics of all events that have numbers, and the configuration as parameters."""
 
     def open(self) -> None:
         """Find the run, or create it."""

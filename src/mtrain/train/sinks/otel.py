@@ -12,7 +12,7 @@ from typing import Any
 
 from mtrain.events.log import CHECKPOINT, EVALUATION, RESTART, STEP
 from mtrain.events.read import Event
-from mtrain.events.sink import OTEL_GAUGES, Sink, numbers, seconds_of
+from mtrain.events.sink import OTEL_GAUGES, Sink, alert_of, memory_of, numbers, seconds_of
 
 METER = "megatron.training"
 PHASES = ("data", "forward_backward", "optimizer")
@@ -63,6 +63,8 @@ class Otel(Sink):
         self.finished = InMemorySpanExporter()
         self.good = (MetricExportResult.SUCCESS, SpanExportResult.SUCCESS)
         meter = MeterProvider([self.reader], resource).get_meter(METER)
+        self.meter = meter
+        self.memory: dict[str, Any] = {}
         traces = TracerProvider(resource=resource)
         traces.add_span_processor(SimpleSpanProcessor(self.finished))
         self.tracer = traces.get_tracer("mtrain")
@@ -82,19 +84,29 @@ class Otel(Sink):
         for event in events:
             self._trace(event)
             found = numbers(event)
+            memory = memory_of(event)
+            for key, size in memory.items():
+                self._memory(key).set(size)
             for name in found.keys() & self.gauges.keys():
                 gauge, factor = self.gauges[name]
                 gauge.set(found[name] * factor)
             if event["kind"] == STEP:
                 self.duration.record(1000 * found["step_s"])
                 self.skipped.add(int(found.get("skipped", 0)))
-            if found:
+            if found or memory:
                 data = self.reader.get_metrics_data()
                 self._export("metrics", partial(self.exporters[0].export, data))
         spans = self.finished.get_finished_spans()
         if spans:
             self._export("spans", lambda: self.exporters[1].export(spans))
         self.finished.clear()
+
+    def _memory(self, key: str) -> Any:
+        """Return the gauge of a kind of memory."""
+        if key not in self.memory:
+            name = f"{METER}.memory.{key}"
+            self.memory[key] = self.meter.create_gauge(name)
+        return self.memory[key]
 
     def close(self) -> None:
         """Close the connections."""
@@ -124,6 +136,10 @@ class Otel(Sink):
             facts = event["facts"]
             named = {f"mtrain.{key}": facts.get(key) for key in ("rank", "error", "steps_lost")}
             self._span("mtrain.restart", end, end, step | named)
+        alert = alert_of(event)
+        if alert is not None:
+            words = {"mtrain.alert": alert[0], "mtrain.text": alert[1]}
+            self._span("mtrain.alert", end, end, step | words)
 
     def _span(
         self, name: str, begun: float, end: float, facts: dict[str, Any], parent: Any = None

@@ -1,6 +1,7 @@
 """The newest numbers of a run for Prometheus: at a port of this machine, or sent to a gateway.
 
-Each number of a step is a gauge `mtrain_NAME` with the label `run`; `mtrain_step` is the step.
+Each number of a step is a gauge `mtrain_NAME` with the label `run`, `mtrain_step` is the step,
+`mtrain_memory_NAME` the most of a rank, and `mtrain_alert_NAME` the step of the last such alert.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mtrain.events.read import Event
-from mtrain.events.sink import Sink, numbers
+from mtrain.events.sink import Sink, alert_of, memory_of, numbers
 
 ADDRESS = "127.0.0.1"
 GATEWAY = "MTRAIN_PUSHGATEWAY"
@@ -20,7 +21,7 @@ TIMEOUT_S = 10.0
 
 
 class Prometheus(Sink):
-    """Gauges of the last step and the last evaluation."""
+    """Gauges of the newest numbers."""
 
     server: Any = None
 
@@ -43,8 +44,13 @@ class Prometheus(Sink):
     def send(self, events: Sequence[Event]) -> None:
         """Set the gauges."""
         for event in events:
+            step = float(event["step"])
             found = numbers(event)
-            for name, value in {"step": float(event["step"]), **found}.items() if found else ():
+            found |= {"step": step} if found else {}
+            found |= {f"memory_{key}": size for key, size in memory_of(event).items()}
+            alert = alert_of(event)
+            found |= {} if alert is None else {f"alert_{alert[0]}": step}
+            for name, value in found.items():
                 self._gauge(name).labels(self.session.name).set(value)
         if self.gateway:
             key = {"run": self.session.name}
@@ -60,7 +66,7 @@ class Prometheus(Sink):
     def _gauge(self, name: str) -> Any:
         known = re.sub(r"[^a-zA-Z0-9_]", "_", f"mtrain_{name}")
         if known not in self.gauges:
-            text = f"{name} of the last step or evaluation"
+            text = f"{name}, the newest one"
             self.gauges[known] = self.client.Gauge(known, text, ["run"], registry=self.registry)
         return self.gauges[known]
 

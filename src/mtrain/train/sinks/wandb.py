@@ -12,14 +12,14 @@ from pathlib import Path
 
 from mtrain.events.leveldb import records
 from mtrain.events.read import Event
-from mtrain.events.sink import RunSink, seconds_of
+from mtrain.events.sink import RunSink, alert_of, seconds_of
 
 PROJECT = "mtrain"
 AXIS = "iteration"
 
 
 class Wandb(RunSink):
-    """A row for each step and for each evaluation, with the step as `iteration`.
+    """A row for each event that has numbers, with the step as `iteration`, and the texts of alerts.
 
     The library's own step counts rows. It would hold back a row until a later step follows, and a
     killed process would lose it.
@@ -51,8 +51,10 @@ class Wandb(RunSink):
         return int(known) if isinstance(known, int | float) else None
 
     def log(self, event: Event, row: dict[str, float]) -> None:
-        """Log the numbers of an event with their step and time."""
-        self.run.log({AXIS: event["step"], "_timestamp": seconds_of(event), **row})
+        """Log the numbers of an event with their step and time, and of an alert its text."""
+        alert = alert_of(event)
+        text = {} if alert is None else {f"alerts/{alert[0]}": alert[1]}
+        self.run.log({AXIS: event["step"], "_timestamp": seconds_of(event), **row, **text})
 
 
 def last_step(file: Path) -> int:
