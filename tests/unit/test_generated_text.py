@@ -16,7 +16,7 @@ from mtrain.cli.named_values import read_words
 from mtrain.data.text.tokenizer import EOD, Tokenizer, train_bpe
 from mtrain.errors import ConfigError
 from mtrain.train.generate.request import END, LENGTH, STOP, Continuation, Request, Sampling
-from mtrain.train.generate.sampling import drawn, limited
+from mtrain.train.generate.sampling import draw, limited
 from mtrain.train.generate.texts import continued, endings
 
 
@@ -50,24 +50,12 @@ def test_generated_text_limits_keep_tokens_as_transformers(limits: dict[str, Any
 
 def test_generated_text_temperature_zero_is_greedy() -> None:
     logits = torch.tensor([0.0, 1.0, 3.0, 2.0])
-    shares = [0.0, 0.0]
-    for i, temperature in enumerate((0.5, 5.0)):
+    for temperature in (0.5, 5.0):
         generator = torch.Generator().manual_seed(0)
-        shares[i] = (
-            sum(
-                drawn(logits, Sampling(temperature=temperature), generator)[0] == 2
-        drawn[i] = (
-            sum(
-                draw(logits, Sampling(temperature=temperature), generator)[0] == 2
-                for _ in range(500)
-            )
-            / 500
-        )
-    assert shares[0] == pytest.approx(float(torch.softmax(logits / 0.5, -1)[2]), abs=0.06)
-    assert shares[1] == pytest.approx(float(torch.softmax(logits / 5, -1)[2]), abs=0.06)
-    assert drawn(logits, Sampling(temperature=0), torch.Generator()) == (2, 0.0)
-    assert drawn[0] == pytest.approx(float(torch.softmax(logits / 0.5, -1)[2]), abs=0.06)
-    assert drawn[1] == pytest.approx(float(torch.softmax(logits / 5, -1)[2]), abs=0.06)
+        sampling = Sampling(temperature=temperature)
+        share = sum(draw(logits, sampling, generator)[0] == 2 for _ in range(500)) / 500
+        expected = float(torch.softmax(logits / temperature, -1)[2])
+        assert share == pytest.approx(expected, abs=0.06)
     assert draw(logits, Sampling(temperature=0), torch.Generator()) == (2, 0.0)
 
 
