@@ -23,10 +23,10 @@ from mtrain.config.schema.rollout import RolloutConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.plan.rank import stage_memories
 from tests.distributed.test_endings import End, train
-from tests.distributed.test_pairs import FEW, LAYOUTS, OF_THE_LOOP, run_of, two_steps
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
 from tests.support.forked import RankFailed, import_engine, run_ranks
+from tests.support.objective_steps import FEW, LAYOUTS, OF_THE_LOOP, run_of, two_steps
 from tests.support.runs import tiny_run, whole_tensors
 
 LOSSES: dict[str, dict[str, Any]] = {

@@ -16,9 +16,9 @@ from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import CorruptData
-from tests.distributed.test_pairs import FEW, LORA, MOE, two_steps
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
+from tests.support.objective_steps import FEW, LORA, MOE, two_steps
 from tests.support.runs import tiny_run, whole_tensors
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -114,7 +114,8 @@ def one_step(
     with joined(run) as world:
         context = assemble(run, world, splits_of(run))
         assert not run.data.packed or len(context.train_data.samples) == WINDOWS
-        assert run.data.packed or not context.train_data.samples.describe()["cut"]
+        source: Any = context.train_data.samples
+        assert run.data.packed or not source.describe()["cut"]
         # The reference is surer of its random guesses than the policy: the divergence is above 0.
         with torch.no_grad():
             for chunks, factor in ((context.state.chunks, 1.5), (context.state.reference, 3.0)):

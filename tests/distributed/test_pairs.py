@@ -15,38 +15,21 @@ import torch
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.objective import ObjectiveConfig
-from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
 from tests.support.chats import chats_file, folder_of
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
+from tests.support.objective_steps import FEW, LORA, OF_THE_LOOP, run_of
 from tests.support.runs import tiny_run
 
-FEW = {"vocab_size": 140, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"ranks": 2, "pp": 2},
     "cp2": {"ranks": 2, "cp": 2},
     "dp2": {"ranks": 2, "distributed_optimizer": True},
 }
-LORA = PeftConfig(kind="lora", r=4, alpha=8.0)
-OF_THE_LOOP = ("stops", "due", "read", "flops", "full_flops")
 
 
-def run_of(
-    objective: str = "dpo", micro: int = 2, peft: PeftConfig | None = None, **given: Any
-) -> RunConfig:
-    keys = given.pop("keys", {})
-    trainer = {"micro_batch_size": micro, "global_batch_size": 8}
-    run = tiny_run(model=FEW, trainer=trainer, **given)
-    sections = {
-        "objective": ObjectiveConfig(name=objective, **keys),
-        "peft": peft or PeftConfig(),
-    }
-    changed = run.model_copy(update=sections)
-    return resolve(changed, Machine(cpu_cores=1, memory_bytes=0))
-
-
-def two_steps(run: RunConfig) -> list[dict[str, float]]:
+def metrics_of_steps(run: RunConfig) -> list[dict[str, float]]:
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
     from mtrain.world.init import joined
@@ -108,7 +91,7 @@ def test_pairs_reference_stays_and_is_resumed(tmp_path: Path) -> None:
 def test_pairs_adapters_off_equal_a_frozen_copy() -> None:
     import_engine()
     off, frozen = (
-        run_ranks(1, two_steps, run_of(peft=LORA, keys={"reference": kind}))[0]
+        run_ranks(1, metrics_of_steps, run_of(peft=LORA, keys={"reference": kind}))[0]
         for kind in ("adapter_off", "frozen")
     )
     assert off == frozen
@@ -223,11 +206,11 @@ def test_pairs_labels_of_any_mix_are_one_batch(layout: str, tmp_path: Path) -> N
         order_run(tmp_path, 3, objective="kto", batch=8, **keys)
         for keys in ({"micro": 8, "ranks": 1}, given)
     )
-    (wanted,) = run_ranks(1, two_steps, whole)
+    (wanted,) = run_ranks(1, metrics_of_steps, whole)
     assert 0.5 < wanted[0]["chosen_share"] < 1
     assert wanted[0]["rewards_chosen"] == wanted[0]["rewards_rejected"] == 0
     assert wanted[1]["rewards_chosen"] != wanted[1]["rewards_rejected"]
-    for steps in run_ranks(split.parallel.ranks, two_steps, split):
+    for steps in run_ranks(split.parallel.ranks, metrics_of_steps, split):
         for step, same in zip(steps, wanted, strict=True):
             assert step == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in same.items()}
 

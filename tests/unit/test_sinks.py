@@ -30,6 +30,7 @@ class Kept(Sink):
 
     steps: list[int]
     described: list[tuple[int, str]]
+    further: list[tuple[int, str]]
     ids: list[str]
     failures = 0
     known: int | None = None

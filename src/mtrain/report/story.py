@@ -138,11 +138,11 @@ def _add(story: Story, event: Event) -> None:
     elif kind == WARNING:
         story.marks.append(Mark(step, WARNING, _text(event.get("text"))))
     elif kind == STRAGGLER:
-        own = number(event.get("own_s"))
+        own_s = number(event.get("own_s"))
         usual = number(event.get("usual_s"))
         rank = number(event.get("rank"))
-        if own is not None and usual is not None and rank is not None:
-            story.slow.append(Slow(step, int(rank), _text(event.get("machine")), own, usual))
+        if own_s is not None and usual is not None and rank is not None:
+            story.slow.append(Slow(step, int(rank), _text(event.get("machine")), own_s, usual))
     elif kind == END and event.get("how") == "failed":
         story.marks.append(Mark(step, FAILURE, _text(event.get("why"))))
 
