@@ -394,7 +394,7 @@ def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
     """Raise the mean reward from below 0.2 to above 0.9: first the form of an answer, a digit and
-    the end, from chats with random digits; then the number of letters, from rewards alone.
+    the end, from chats with random digits; then the number of letters, only from rewards.
     """
     run = prompts_run(
         tmp_path,

@@ -40,17 +40,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(
     home: Path, file: Path, split: tuple[float, float, float] = (1.0, 0.0, 0.0), **more: Any
 ) -> Splits:
-    data = DataConfig(
-        **{
-            "kind": "preference",
-            "path": str(file),
-            "tokenizer": str(home / "tokenizer.json"),
-            "cache_dir": str(home / "cache"),
-            "seq_length": 48,
-            "split": split,
-            **more,
-        }
-    )
+    keys: dict[str, Any] = {
+        "kind": "preference",
+        "path": str(file),
+        "tokenizer": str(home / "tokenizer.json"),
+        "cache_dir": str(home / "cache"),
+        "seq_length": 48,
+        "split": split,
+    }
+    data = DataConfig(**(keys | more))
     corpus = prepare(data, lambda line: None)
     return open_splits(data, 400, 1234, corpus, ("train",))
 

@@ -211,11 +211,9 @@ class Splits:
                 " to learn before the cut"
             )
         if meta.get("preferences") == "scores":
-            unused = meta["lines_unused"]
             remarks.append(
                 f"data: {meta['documents'] // 2} pairs of {meta['lines']} lines with scored"
-                f" answers; {unused} of the lines make no pair, because all of their scores are"
-                " equal"
+                f" answers; equal scores leave {meta['lines_unused']} lines without a pair"
             )
         if meta.get("parsed_arguments"):
             remarks.append(
