@@ -122,7 +122,8 @@ def test_preferences_pairs_of_a_prompt_share_a_split(home: Path, tmp_path: Path)
         for s in (splits.train, splits.validation)
     ]
     assert ones == [{"2", "3"}, {"4", "5"}]
-    assert "12 pairs of 5 lines with scored answers; 1 of the lines make" in splits.remarks()[-1]
+    (remark,) = splits.remarks()[-1:]
+    assert "12 pairs of 5 lines with scored answers; equal scores leave 1 lines" in remark
 
 
 def test_preferences_packed_pairs_stay_whole(home: Path, tmp_path: Path) -> None:

@@ -68,9 +68,7 @@ def shrink(
         deep = []
     seq = 2 * p.cp * p.tp * -(-32 // (2 * p.cp * p.tp))
     # Documents of different lengths need room in a sample.
-    if run.objective.pairs and run.data.packed:
-        seq *= 4
-    if p.hybrid_context_parallel:
+    if p.hybrid_context_parallel or (run.objective.pairs and run.data.packed):
         seq *= 4
         p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
     taken = _taken_in_turn(run.parallel, p)
