@@ -40,11 +40,14 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+STEPS = 300
+
+
 def run_of(
     keys: dict[str, Any], micro: int = 2, peft: PeftConfig | None = None, **given: Any
 ) -> RunConfig:
     experts = MOE if given.get("ep") or given.pop("moe", False) else {}
-    model = FEW | {"num_layers": 4, "init_method_std": 0.2} | experts
+    model = FEW | {"num_layers": 4, "init_method_std": 0.2} | experts | given.pop("model", {})
     trainer = {"micro_batch_size": micro, "global_batch_size": 8} | given.pop("trainer", {})
     run = tiny_run(model=model, trainer=trainer, **given)
     objective = ObjectiveConfig(name="distil", **({"teacher": "drawn"} | keys))
@@ -188,15 +191,16 @@ def test_distil_student_learns_its_teacher(kind: str) -> None:
 
         run = run_of(
             {"divergence": kind},
-            micro=8,
-            trainer={"train_iters": 300, "eval_iters": 4, "global_batch_size": 16},
-            optim={"lr": 5e-3, "warmup_iters": 10},
+            micro=32,
+            model={"vocab_size": 48, "num_layers": 1},
+            trainer={"train_iters": STEPS, "eval_iters": 4, "global_batch_size": 32},
+            optim={"lr": 1e-2, "warmup_iters": 10},
         )
         with joined(run) as world:
             context = assemble(run, world, splits_of(run))
             assert context.valid_data is not None
             found = [summed(context, context.valid_data, 4)]
-            for _ in range(300):
+            for _ in range(STEPS):
                 train_step(context, stop_requested=False)
             found.append(summed(context, context.valid_data, 4))
         return [one["divergence"] for one in found if one is not None]
