@@ -21,10 +21,10 @@ from mtrain.config.schema.run import RunConfig
 from tests.support.chats import chats_file, folder_of
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
+from tests.support.objective_steps import MOE, OF_THE_LOOP
 from tests.support.runs import tiny_run, whole_tensors
 
 MODEL = {"vocab_size": 320, "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64}
-MOE = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32, "aux_loss_coeff": 0.1}}
 PAIRS = 16
 WINDOWS = 8
 LENGTH = 40
@@ -59,7 +59,6 @@ LIMIT = 1e-6
 """Largest relative error of a number, and of the gradient in its norm; the largest measured are
 6e-7, of a margin under tp, and 3e-7.
 """
-OF_THE_LOOP = ("stops", "due", "read", "flops", "full_flops")
 
 
 @cache
