@@ -3,7 +3,8 @@
     python -m tests.support.sink_driver RUN_FOLDER SINK BEGUN LAST [kill | kill_at_once]
 
 The variable LIBRARIES names a folder of packages, which come behind the installed ones. Step `n`
-has the loss `n / 8`, and each second step an evaluation with the loss `n`.
+has the loss `n / 8`, each second step an evaluation with the loss `n`, each third step an alert and
+a sample of the memory of two ranks, `n` bytes at the most.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def main(home: Path, name: str, begun: int, last: int, kill: str = "") -> None:
         if step % 2 == 0:
             writer.put(log.EVALUATION, step, values={"valid_loss": float(step)}, seconds=0.25)
             writer.put(log.CHECKPOINT, step, name=f"step_{step}", seconds=0.125)
+        if step % 3 == 0:
+            writer.put(log.ALERT, step, name="loss", text=f"high at {step}")
+            writer.put(log.MEMORY, step, by_rank={"allocated_bytes": [1, step], "x_bytes": [None]})
     writer.settle(5)
     until = time.monotonic() + WAIT_S
     while Mark.read(one.file).step < last and kill != "kill_at_once" and time.monotonic() < until:

@@ -26,6 +26,9 @@ ATTEMPTS = (("0", "5", "kill"), ("3", "8", "kill_at_once"), ("6", "10"))
 STEPS = range(1, 11)
 LOSSES = {step: step / 8 for step in STEPS}
 EVALUATIONS = {step: float(step) for step in STEPS if step % 2 == 0}
+THIRDS = [step for step in STEPS if step % 3 == 0]
+MEMORY = [(step, float(step)) for step in THIRDS]
+ALERTS = [(step, 1.0) for step in THIRDS]
 
 
 def python(home: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -72,12 +75,16 @@ def test_sink_tensorboard_has_each_step_once(tmp_path: Path) -> None:
         tmp_path,
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
         "found = EventAccumulator('run/tensorboard').Reload()\n"
-        "names = ['lm loss', 'lm loss validation', 'learning-rate']\n"
-        "print([[(e.step, e.value) for e in found.Scalars(name)] for name in names])",
+        "names = ['lm loss', 'lm loss validation', 'learning-rate', 'memory/allocated_bytes',"
+        " 'alert/loss']\n"
+        "texts = [e.tensor_proto.string_val[0].decode()"
+        " for e in found.Tensors('alerts/loss/text_summary')]\n"
+        "print([*[[(e.step, e.value) for e in found.Scalars(name)] for name in names], texts])",
     )
     assert found[0] == list(LOSSES.items())
     assert found[1] == list(EVALUATIONS.items())
     assert found[2] == [(step, 0.5) for step in STEPS]
+    assert found[3:] == [MEMORY, ALERTS, [f"high at {step}" for step in THIRDS]]
 
 
 def test_sink_wandb_offline_has_each_step_once(tmp_path: Path) -> None:
@@ -105,12 +112,15 @@ def test_sink_wandb_offline_has_each_step_once(tmp_path: Path) -> None:
         "        items = record.history.item\n"
         "        row = {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}\n"
         "        rows += [row] if row else []\n"
-        "keys = ('iteration', 'lm loss', 'lm loss validation')\n"
+        "keys = ('iteration', 'lm loss', 'lm loss validation', 'memory/allocated_bytes',"
+        " 'alerts/loss')\n"
         "print((len(ids), [tuple(row.get(key) for key in keys) for row in rows]))",
     )
     assert found[0] == 1
     assert [row[:2] for row in found[1] if row[1] is not None] == list(LOSSES.items())
-    assert [row[::2] for row in found[1] if row[2] is not None] == list(EVALUATIONS.items())
+    assert [row[:3:2] for row in found[1] if row[2] is not None] == list(EVALUATIONS.items())
+    assert [(row[0], row[3]) for row in found[1] if row[3] is not None] == MEMORY
+    assert [row[4] for row in found[1] if row[4] is not None] == [f"high at {n}" for n in THIRDS]
 
 
 def test_sink_swanlab_offline_has_each_step_once(tmp_path: Path) -> None:
@@ -128,9 +138,9 @@ def test_sink_swanlab_offline_has_each_step_once(tmp_path: Path) -> None:
         "    reader.open(file)\n"
         "    found += [Record.FromString(data).scalar for data in reader]\n"
         "print([[(s.step, s.value.number) for s in found if s.key == key]"
-        " for key in ('lm loss', 'lm loss validation')])",
+        " for key in ('lm loss', 'lm loss validation', 'memory/allocated_bytes', 'alert/loss')])",
     )
-    assert found == [list(LOSSES.items()), list(EVALUATIONS.items())]
+    assert found == [list(LOSSES.items()), list(EVALUATIONS.items()), MEMORY, ALERTS]
 
 
 def test_sink_trackio_has_each_step_once(tmp_path: Path) -> None:
@@ -143,9 +153,9 @@ def test_sink_trackio_has_each_step_once(tmp_path: Path) -> None:
         "(name,) = SQLiteStorage.get_runs('mtrain')\n"
         "logs = SQLiteStorage.get_logs('mtrain', name)\n"
         "print([[(log['step'], log[key]) for log in logs if key in log]"
-        " for key in ('lm loss', 'lm loss validation')])",
+        " for key in ('lm loss', 'lm loss validation', 'memory/allocated_bytes', 'alert/loss')])",
     )
-    assert found == [list(LOSSES.items()), list(EVALUATIONS.items())]
+    assert found == [list(LOSSES.items()), list(EVALUATIONS.items()), MEMORY, ALERTS]
 
 
 @pytest.mark.parametrize("place", ["sqlite:///mlflow.db", "./files"])
@@ -173,6 +183,8 @@ def test_sink_prometheus_answers_with_the_last_step(tmp_path: Path) -> None:
     assert 'mtrain_step{run="run"} 5.0' in lines
     assert 'mtrain_loss{run="run"} 1.25' in lines
     assert 'mtrain_valid_loss{run="run"} 10.0' in lines
+    assert 'mtrain_memory_allocated_bytes{run="run"} 9.0' in lines
+    assert 'mtrain_alert_loss{run="run"} 9.0' in lines
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -215,12 +227,12 @@ def test_sink_otel_exports_each_step_and_its_phases(tmp_path: Path, collector: s
     assert done.stderr.count("warning: log.sinks=[otel]") == 1, done.stderr
     for number, (path, body) in enumerate(Collector.got):
         (tmp_path / f"{number:03d}{path.replace('/', '_')}").write_bytes(body)
-    losses, skipped, spans, ids = read_back(
+    losses, skipped, spans, ids, sizes = read_back(
         tmp_path,
         "import glob\n"
         "from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics\n"
         "from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as traces\n"
-        "losses, skipped, spans, ids = [], [], [], set()\n"
+        "losses, skipped, spans, ids, sizes = [], [], [], set(), []\n"
         "for file in sorted(glob.glob('*_v1_metrics')):\n"
         "    found = metrics.ExportMetricsServiceRequest.FromString(open(file, 'rb').read())\n"
         "    for one in found.resource_metrics:\n"
@@ -228,6 +240,8 @@ def test_sink_otel_exports_each_step_and_its_phases(tmp_path: Path, collector: s
         "        ids.add(facts['mtrain.run.id'])\n"
         "        for metric in one.scope_metrics[0].metrics:\n"
         "            name = metric.name.removeprefix('megatron.training.')\n"
+        "            if name == 'memory.allocated_bytes':\n"
+        "                sizes.append(metric.gauge.data_points[0].as_double)\n"
         "            if name == 'loss':\n"
         "                losses.append(metric.gauge.data_points[0].as_double)\n"
         "            if name == 'skipped_iters':\n"
@@ -238,7 +252,7 @@ def test_sink_otel_exports_each_step_and_its_phases(tmp_path: Path, collector: s
         "        seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9\n"
         "        spans.append((span.attributes[0].value.int_value, span.name, round(seconds, 3),"
         " bool(span.parent_span_id)))\n"
-        "print((losses, skipped[-1], spans, len(ids)))",
+        "print((losses, skipped[-1], spans, len(ids), sorted(set(sizes))))",
     )
     # after an evaluation the last loss is exported again
     assert list(dict.fromkeys(losses)) == [step / 8 for step in range(1, 7)]
@@ -255,3 +269,8 @@ def test_sink_otel_exports_each_step_and_its_phases(tmp_path: Path, collector: s
         "mtrain.evaluation": (0.25, False),
         "mtrain.save": (0.125, False),
     }
+    assert [span[:2] for span in spans if span[1] == "mtrain.alert"] == [
+        (3, "mtrain.alert"),
+        (6, "mtrain.alert"),
+    ]
+    assert sizes == [3.0, 6.0]

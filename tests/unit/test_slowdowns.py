@@ -103,7 +103,7 @@ def lost(run: RunConfig, healthy_s: float, seconds: Sequence[float]) -> float:
     [
         pytest.param("tp", "slow links of tp: its communication took", marks=pytest.mark.full),
         ("dp", "slow links of dp: its communication took"),
-        ("host", "host-bound: the device waits for launches"),
+        pytest.param("host", "host-bound: the device waits for launches", marks=pytest.mark.full),
     ],
 )
 def test_slowdowns_in_a_profile_are_priced(part: str, words: str, tmp_path: Path) -> None:
@@ -149,7 +149,9 @@ def test_slowdowns_uneven_stages_are_priced(tmp_path: Path) -> None:
 def test_slowdowns_skewed_router_is_priced(tmp_path: Path) -> None:
     """Compare with the plan of experts that are twice as wide: rows and columns cost alike."""
     run = run_of(EXPERTS)
-    wide = run.model.moe.model_copy(update={"ffn_hidden_size": 2 * run.model.moe.ffn_hidden_size})
+    moe = run.model.moe
+    assert moe is not None
+    wide = moe.model_copy(update={"ffn_hidden_size": 2 * moe.ffn_hidden_size})
     twice = run.model_copy(update={"model": run.model.model_copy(update={"moe": wide})})
     healthy = step_time(run).seconds
     seconds = [step_time(twice).seconds - update_of(twice) + update_of(run)] * STEPS
@@ -163,6 +165,7 @@ def test_slowdowns_skewed_router_is_priced(tmp_path: Path) -> None:
     assert rate == pytest.approx(lost(run, healthy, seconds), rel=0.2)
 
 
+@pytest.mark.full
 def test_slowdowns_unnecessary_recompute_is_priced(tmp_path: Path) -> None:
     words = "model=llama32_1b parallel=single cluster=h100 data=mock data.seq_length=4096"
     full = "parallel.recompute.granularity=full trainer.micro_batch_size=1"

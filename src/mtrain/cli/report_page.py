@@ -267,7 +267,8 @@ def _causes(record: Record, story: Story, profile: Profile | None) -> dict[str, 
         return {}
     peaks = (_or_none(lambda: peaks_in(record.home)) or {}) if counts_memory(config) else {}
     peak = max((size for size in peaks.get(ALLOCATED, ()) if size is not None), default=None)
-    _, free = story.memory.get("host_free_bytes", [(0, None)])[-1]
+    samples = story.memory.get("host_free_bytes")
+    free = samples[-1][1] if samples else None
     return dict(causes(Found(record, config, story, profile, peak, free)))
 
 
