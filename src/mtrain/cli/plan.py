@@ -301,6 +301,12 @@ def _time(time: dict[str, Any], word: str) -> Iterator[str]:
         f"  {whole['steps']} steps, {count(whole['tokens'])} tokens: {seconds(whole['seconds'])},"
         f" {hours}{cost}"
     )
+    if (described := time["statistics"]) is not None:
+        yield (
+            f"  log.statistics adds {duration(described['described_s'])} to each step that it"
+            f" describes, {described['share']:.2%} of the time of steps at interval"
+            f" {described['interval']}"
+        )
     if time["save_s"] is not None:
         yield f"  a checkpoint is written in {seconds(time['save_s'])}"
 

@@ -18,6 +18,7 @@ from mtrain.config.machine.devices import facts_of
 from mtrain.config.resolve.batches import counted, stages
 from mtrain.config.schema.cluster import ClusterConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.plan.time.described import described_seconds
 from mtrain.plan.time.device import GIGA
 from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.step import StepTime, step_time, unknown
@@ -75,9 +76,25 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
         "mfu": step.mfu,
         "mfu_all_keys": step.mfu_all_keys,
         "mfu_by_peak": mfu_by_peak(run, step),
+        "statistics": _statistics(run, step),
         "run": _run(run, step, found["save_s"]),
         "software": reached_by(run.cluster).software,
         "how": HOW,
+    }
+
+
+def _statistics(run: RunConfig, step: StepTime) -> dict[str, float] | None:
+    """Return what `log.statistics` adds to the steps that it describes, and its share of the time
+    of all steps; None where it is off.
+    """
+    interval = run.log.statistics.interval
+    if interval is None:
+        return None
+    seconds = described_seconds(run)
+    return {
+        "interval": interval,
+        "described_s": seconds,
+        "share": seconds / interval / step.seconds,
     }
 
 

@@ -30,7 +30,7 @@ class Table:
         self.places = {row: place for place, row in enumerate(self.rows)}
         self.device = device
         self._values = torch.zeros(len(self.rows), _SUMS + 1, dtype=torch.float64, device=device)
-        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+        self._known: dict[tuple[tuple[int, int], ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def width(self) -> int:
@@ -44,35 +44,41 @@ class Table:
     @torch.no_grad()
     def add(self, rows: Sequence[Row], tensors: Sequence[torch.Tensor]) -> None:
         """Add the elements of tensors to their rows; several tensors may be parts of one row."""
-        pairs = [(self.places[r], x) for r, x in zip(rows, tensors, strict=True) if x.numel()]
-        if not pairs:
-            return
-        parts = [x for _, x in pairs]
-        norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
-        largest = torch._foreach_norm(parts, math.inf)
-        columns = (
-            [x.new_full((), x.numel(), dtype=torch.float64) for x in parts],
-            [x.sum(dtype=torch.float32) for x in parts],
-            norms,
-            [torch.count_nonzero(x) for x in parts],
-            largest,
-        )
-        found = torch.stack([self._column(column) for column in columns], dim=1)
-        found[:, 2].square_()
-        found[:, 3] = found[:, 0] - found[:, 3]
-        index = self._index(tuple(place for place, _ in pairs))
-        self._values[:, :_SUMS].index_add_(0, index, found[:, :_SUMS])
-        self._values[:, _SUMS].scatter_reduce_(0, index, found[:, _SUMS], "amax")
-
-    def _column(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for row, x in zip(rows, tensors, strict=True):
+            if x.numel():
+                by_device.setdefault(x.device, []).append((self.places[row], x))
         # Moments may be in host memory, where an offloading optimizer keeps them.
-        return torch.stack([n.double() for n in numbers]).to(self.device, non_blocking=True)
+        for found in by_device.values():
+            self._add(found)
 
-    def _index(self, places: tuple[int, ...]) -> torch.Tensor:
-        if places not in self._indices:
+    def _add(self, found: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Add tensors of one device; a launch for each tensor is what costs most, so there are
+        few.
+        """
+        parts = [x for _, x in found]
+        index, elements = self._indices(tuple((place, x.numel()) for place, x in found))
+        columns = (
+            torch.stack([x.sum(dtype=torch.float32) for x in parts]),
+            torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)),
+            torch.stack([torch.count_nonzero(x) for x in parts]),
+            torch.stack(torch._foreach_norm(parts, math.inf, dtype=torch.float32)),
+        )
+        moved = (column.double().to(self.device, non_blocking=True) for column in columns)
+        total, norm, nonzero, largest = moved
+        sums = torch.stack([elements, total, norm.square_(), elements - nonzero], dim=1)
+        self._values[:, :_SUMS].index_add_(0, index, sums)
+        self._values[:, _SUMS].scatter_reduce_(0, index, largest, "amax")
+
+    def _indices(self, found: tuple[tuple[int, int], ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places of tensors and their elements, on the device."""
+        if found not in self._known:
             # Made once: a copy from host memory in each step would be one more launch.
-            self._indices[places] = torch.tensor(places).to(self.device, non_blocking=True)
-        return self._indices[places]
+            places, elements = zip(*found, strict=True)
+            index = torch.tensor(places).to(self.device, non_blocking=True)
+            counts = torch.tensor(elements, dtype=torch.float64)
+            self._known[found] = index, counts.to(self.device, non_blocking=True)
+        return self._known[found]
 
     def reduced(self, parts: Sequence[Part] = ()) -> torch.Tensor:
         """Return the numbers over all ranks, and behind them sums and largest values of each of
