@@ -331,8 +331,8 @@ def test_machines_two_of_three_lost_get_their_parts_back(tmp_path: Path) -> None
         assert machines.result() == whole.result()
         assert list(local.iterdir()) == []
     finally:
-        for one in machines.all:
-            one.kill()
+        for launched in machines.all:
+            launched.kill()
 
 
 @pytest.mark.full
