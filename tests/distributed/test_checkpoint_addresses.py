@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_addresses_ranks_read_only_their_parts(saved: tuple[Path, Path], ranks: 
 
 
 @pytest.mark.full
-def test_addresses_damage_is_found_by_the_rank_that_reads(saved: tuple[Path, Path]) -> None:
+def test_addresses_damage_is_found_by_its_reader(saved: tuple[Path, Path]) -> None:
     _, standing = saved
     files = fsspec.filesystem("memory")
     name = f"{URL}/rank_00001.safetensors"
@@ -99,7 +100,18 @@ def test_addresses_damage_is_found_by_the_rank_that_reads(saved: tuple[Path, Pat
         files.pipe_file(name, data)
 
 
-def test_addresses_range_is_asked_for_again(
+def test_addresses_folder_of_another_place_is_refused(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from mtrain.ckpt import folder
+
+    # Somebody else's: no command here has made it.
+    copied = Path(shutil.copytree(saved[1], tmp_path / "step_00000001"))
+    with pytest.raises(CorruptData, match=r"address\.json was made for another folder"):
+        folder.read_manifest(copied, verify=False)
+
+
+def test_addresses_range_is_requested_again(
     saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import folder, sources
