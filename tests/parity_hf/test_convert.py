@@ -250,14 +250,14 @@ def test_convert_extra_or_missing_layer_is_named(tmp_path: Path) -> None:
     names = set(open_folder(theirs_).tensors)
     with pytest.raises(CorruptData, match=r"nothing of ours is made of model\.layers\.2\.x"):
         match(
-            hf.files("llama", None),
+            hf.files("llama", _model(theirs_)),
             _model(theirs_),
             _ours(theirs_),
             names | {"model.layers.2.x"},
         )
     lacking = names - {"model.layers.1.mlp.down_proj.weight"}
     with pytest.raises(CorruptData, match=r"model\.layers\.1\.mlp\.down_proj\.weight is missing"):
-        match(hf.files("llama", None), _model(theirs_), _ours(theirs_), lacking)
+        match(hf.files("llama", _model(theirs_)), _model(theirs_), _ours(theirs_), lacking)
 
 
 def _model(folder: Path) -> Any:

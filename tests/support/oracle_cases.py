@@ -198,7 +198,7 @@ LEFT_ALONE = (
     "data.megatron_cache",
     "data.chat_template",
     "data.ignored_keys",
-    "objective.name",
+    "objective.",
     "peft.init_from",
     "data.validation_",
     "data.test_",

@@ -24,6 +24,7 @@ data: {kind: indexed, path: corpus, seq_length: 64}
 optim: {lr: 1e-2}
 trainer: {global_batch_size: 24}
 objective: {gamma: 0.7}
+rollout: {rows: 5}
 kernels: {norm: reference}
 checkpoint: {keep: 7}
 log: {interval: 3}
@@ -39,6 +40,7 @@ CHOICES = {
     "optim": "lion",
     "trainer": "sft",
     "objective": "orpo",
+    "rollout": "local",
     "kernels": "auto",
     "checkpoint": "off",
     "log": "quiet",
@@ -54,6 +56,7 @@ VALUES = {
     "optim": ("lr", 1e-2),
     "trainer": ("global_batch_size", 24),
     "objective": ("gamma", 0.7),
+    "rollout": ("rows", 5),
     "kernels": ("norm", "reference"),
     "checkpoint": ("keep", 7),
     "log": ("interval", 3),

@@ -81,12 +81,12 @@ HOW = {
     "optimizer": "counted: main weights and moments of the part of a rank",
     "low_precision": "reasoned: copies of weights for products in eight bits",
     "activations": (
-        "counted: every tensor that autograd keeps, of all micro-batches in flight; or keys and"
-        " values of answers that are sampled"
+        "counted: all that autograd keeps of micro-batches in flight; or keys and values of sampled"
+        " answers"
     ),
     "loss": (
-        "counted: what a loss in parts keeps, gradients of hidden states and output layer; or all"
-        " logits; and what a teacher says of all micro-batches of a step"
+        "counted: what a loss in parts keeps, gradients of its inputs; or all logits; and a"
+        " teacher's outputs of a step"
     ),
     "recompute": "counted: what is computed again of one layer, or of one group of layers",
     "working": (

@@ -73,7 +73,7 @@ def shrink(
         p = p.model_copy(update={"max_seqlen_per_dp_cp_rank": None})
     taken = _taken_in_turn(run.parallel, p)
     balanced = run.trainer.micro > 1 and balances_sequences(run)
-    rows = 2 if balanced or run.objective.pairs else 1
+    rows = 2 if balanced or run.objective.answers else 1
     smallest = p.dp * taken * rows
     batch = smallest * max(1, 4 // taken)
     group = {"microbatch_group_size_per_vp_stage": taken if taken > p.pp else None}
@@ -205,8 +205,12 @@ def _again(run: RunConfig, values: dict[str, Any]) -> RunConfig:
 
 
 def _objective(run: RunConfig, small: ModelConfig) -> ObjectiveConfig:
-    """Return the objective with a teacher of the small model's shape, where it has a teacher."""
+    """Return the objective with a teacher of the small model's shape and groups of two answers,
+    where it has any.
+    """
     o = run.objective
+    if o.rolls:
+        return o.model_copy(update={"group_size": 2})
     if not o.distils:
         return o
     k = None if o.distil_top_k is None else min(o.distil_top_k, small.vocab_size // 2)
