@@ -201,9 +201,9 @@ def divergence_of_each_rank() -> None:
 
 
 def pairs_cut_apart() -> None:
-    from mtrain.data import batch
+    from mtrain.data import pairs
 
-    real = batch.collate
+    real = pairs.collate
 
     def shifted(samples: Any, *, packed: bool) -> Any:
         made = real(samples, packed=packed)
@@ -211,7 +211,7 @@ def pairs_cut_apart() -> None:
             made["cu_seqlens"][1:-1] += 1
         return made
 
-    batch.collate = shifted
+    pairs.collate = shifted
 
 
 FAULTS = {
