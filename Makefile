@@ -30,7 +30,7 @@ test: install
 test-all: full
 	$(MAKE) -j 2 oracle fuzz
 
-full: install .triton-3.6 .launch-test .moto-5.2 .sinks
+full: install .triton-3.6 .launch-test .moto-5.2 .gcs-2026.7 .sinks
 	$(PYTEST) -m 'full or engine' --part=$(or $(PART),1/1)
 
 # The oldest Triton that is admitted, beside the installed one: kernels/tests/test_aot.py compiles with both
@@ -48,6 +48,10 @@ LAUNCH_TEST := kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 kubeflow-
 # A server and a client of S3, whose botocore is another than that of the tests: tests/unit/test_checkpoint_s3.py
 .moto-5.2: | $(STAMP)
 	$(BIN)/python -m pip install -q --upgrade --target $@ 'moto[server]==5.2.5' s3fs==2026.9.0 'botocore>=1.43.115,<1.43.118' 'boto3>=1.43.115,<1.43.118'
+
+# Google Cloud Storage on loopback (80 MB): tests/unit/test_checkpoint_gcs.py
+.gcs-2026.7: | $(STAMP)
+	$(BIN)/python -m pip install -q --upgrade --target $@ gcp-storage-emulator==2026.7.19 gcsfs
 
 # The libraries of sinks (1 GB with their own dependencies), behind the installed packages: tests/unit/test_sink_libraries.py
 .sinks: | $(STAMP)

@@ -23,9 +23,9 @@ pytestmark = [
 ]
 
 
-def told(*words: str) -> dict[str, Any]:
-    """Return what a module of `tests.support` found with moto and s3fs in its path."""
-    modules = [str(PACKAGES), *(path for path in sys.path if path), str(ROOT)]
+def told(*words: str, packages: Path = PACKAGES) -> dict[str, Any]:
+    """Return what a module of `tests.support` found with `packages` in its path."""
+    modules = [str(packages), *(path for path in sys.path if path), str(ROOT)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     done = subprocess.run(
         [sys.executable, "-m", *words],
