@@ -86,7 +86,7 @@ def test_addresses_ranks_read_only_their_parts(saved: tuple[Path, Path], ranks: 
 
 
 @pytest.mark.full
-def test_addresses_damage_is_found_by_the_rank_that_reads(saved: tuple[Path, Path]) -> None:
+def test_addresses_damage_is_found_by_its_reader(saved: tuple[Path, Path]) -> None:
     _, standing = saved
     files = fsspec.filesystem("memory")
     name = f"{URL}/rank_00001.safetensors"
@@ -99,7 +99,7 @@ def test_addresses_damage_is_found_by_the_rank_that_reads(saved: tuple[Path, Pat
         files.pipe_file(name, data)
 
 
-def test_addresses_range_is_asked_for_again(
+def test_addresses_range_is_requested_again(
     saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mtrain.ckpt import folder, sources

@@ -180,6 +180,12 @@ def seeded(name: str, each: int) -> list[str]:
     ]
 
 
+def numbers(home: Path) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each step of a run."""
+    lines = map(json.loads, (home / "metrics.jsonl").read_text().splitlines())
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
 @pytest.mark.full
 def test_suspect_steps_40_faults_are_attributed(tmp_path: Path) -> None:
     import_engine()
@@ -189,6 +195,7 @@ def test_suspect_steps_40_faults_are_attributed(tmp_path: Path) -> None:
 
         def job(name: str = name, flips: list[str] = flips) -> list[Any]:
             run = watched(name, 6, **EACH_STEP)
+            train(run, tmp_path / name / "clean")
             made = [train(run, tmp_path / name / fault, fault) for fault in flips]
             return [*made, train(watched(name, 82), tmp_path / name / "data", "", SPIKES[name])]
 
@@ -196,6 +203,9 @@ def test_suspect_steps_40_faults_are_attributed(tmp_path: Path) -> None:
         for fault, (_, rank, found, _) in zip(flips, flipped, strict=True):
             named = [(each["kind"], each["rank"]) for each in found]
             good = named == [("device", rank)] and fault.endswith(f":{rank}")
+            # A mask of dropout removes some flips of activations: such a step has every bit.
+            clean = tmp_path / name / "clean"
+            good = good or (not named and numbers(tmp_path / name / fault) == numbers(clean))
             right += good
             total += 1
             if not good:
