@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtrain.ckpt import folder
+from mtrain.ckpt import folder, sources
 from mtrain.config.compose.paths import METRICS, RUN_FILE
 
 if TYPE_CHECKING:
@@ -234,11 +234,17 @@ def _names_in(file: Path, places: str, written: int, size: int) -> frozenset[str
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a checkpoint has its manifest, and every file in the size of that."""
+    """Return whether a checkpoint has its manifest, and every file in the size of that.
+
+    A folder that stands for one in an object store counts, without a request: no save waits for it.
+    """
     from mtrain.errors import MtrainError
 
     try:
-        folder.read_manifest(path, verify=False)
+        if sources.address_of(path) is None:
+            folder.read_manifest(path, verify=False)
+        else:
+            folder.parse_manifest(path)
     except MtrainError:
         return False
     return True

@@ -208,6 +208,8 @@ class Checkpoint:
     patience_s: float = 0.0
     """The time that a disk may take to answer while it is read, before the rank counts as hanging.
     """
+    address: str | None = None
+    """The address that the folder stands for; None: the folder has the shards itself."""
 
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Checkpoint:
@@ -220,7 +222,8 @@ class Checkpoint:
                 altered, by name.
             BadEnvironment: a file may not be read.
         """
-        return cls(path, folder.read_manifest(path, verify=verify))
+        manifest = folder.read_manifest(path, verify=verify)
+        return cls(path, manifest, address=sources.address_of(path))
 
     @classmethod
     def open_together(cls, path: Path, ranks: Meeting) -> Checkpoint:
@@ -237,7 +240,8 @@ class Checkpoint:
         if ranks.rank == 0:
             try:
                 with alive(ranks.timeout_s):
-                    answer = {"manifest": folder.read_manifest(path, verify=False)}
+                    manifest = folder.read_manifest(path, verify=False)
+                    answer = {"manifest": manifest, "address": sources.address_of(path)}
             except (CorruptData, BadEnvironment) as error:
                 answer = {"refused": type(error).__name__, "lines": str(error).split("\n")}
         answer = json.loads(ranks.tell(strict_json.dumps(answer)))
@@ -249,7 +253,7 @@ class Checkpoint:
             refused = kinds[answer["refused"]](*answer["lines"])
             refused.shared = True
             raise refused
-        return cls(path, answer["manifest"], ranks.timeout_s)
+        return cls(path, answer["manifest"], ranks.timeout_s, answer["address"])
 
     @property
     def step(self) -> int:
@@ -274,7 +278,7 @@ class Checkpoint:
         """
         reader = self._reader
         with alive(self.patience_s) if self.patience_s else nullcontext():
-            if sources.address_of(self.path) is None:
+            if self.address is None:
                 for shard in shards:
                     reader.fill(shard)
                 return
