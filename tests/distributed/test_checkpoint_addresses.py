@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,17 @@ def test_addresses_damage_is_found_by_its_reader(saved: tuple[Path, Path]) -> No
             run_ranks(2, loaded, standing, 2)
     finally:
         files.pipe_file(name, data)
+
+
+def test_addresses_folder_of_another_place_is_refused(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from mtrain.ckpt import folder
+
+    # Somebody else's: no command here has made it.
+    copied = Path(shutil.copytree(saved[1], tmp_path / "step_00000001"))
+    with pytest.raises(CorruptData, match=r"address\.json was made for another folder"):
+        folder.read_manifest(copied, verify=False)
 
 
 def test_addresses_range_is_requested_again(

@@ -12,14 +12,12 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mtrain import object_store
+from mtrain import durable, object_store, strict_json
 from mtrain.ckpt.reading import READ_BYTES, read_at
-from mtrain.durable import not_read
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData
 from mtrain.object_store import unusable, without_secret
 from mtrain.processes import RETRY_S
@@ -35,34 +33,36 @@ Identity = tuple[int | str, ...]
 """A file as long as nobody writes to it, also under another name; or one version of an object."""
 
 
+def note(folder: Path, url: str, home: Path) -> None:
+    """Make `folder` stand for the checkpoint at an address, once it has the path `home`."""
+    body = {"address": url, "home": os.path.realpath(home)}
+    durable.write(folder / ADDRESS, strict_json.dumps(body).encode())
+
+
 def address_of(root: Path) -> str | None:
     """Return the address of the checkpoint that a folder stands for; None: it stands for none.
 
     Raises:
-        CorruptData: the file that names the address cannot be read.
+        CorruptData: the file that names the address cannot be read, or was made for another folder
+            and so may be somebody else's: whoever wrote it would receive requests.
     """
     path = root / ADDRESS
     try:
         with path.open("rb") as file:
-            url = json.loads(file.read(MAX_ADDRESS_BYTES))["address"]
+            body = json.loads(file.read(MAX_ADDRESS_BYTES))
+            url = body["address"]
+            home = body["home"]
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise not_read(path, error) from None
+        raise durable.not_read(path, error) from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        url = ""
+        raise CorruptData(f"{path} names no address of a checkpoint") from None
     if not isinstance(url, str) or unusable(url):
         raise CorruptData(f"{path} names no address of a checkpoint")
+    if home != os.path.realpath(root):
+        raise CorruptData(f"{path} was made for another folder; resume from {url} again")
     return url
-
-
-def shown(path: Path) -> str:
-    """Return the name of a file of a checkpoint for messages: its address, if it is not here."""
-    if not path.exists():
-        with suppress(CorruptData):
-            if url := address_of(path.parent):
-                return f"{url}/{path.name}"
-    return str(path)
 
 
 def sizes_at(url: str) -> dict[str, int]:
@@ -161,7 +161,7 @@ class DiskFile:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise not_read(self._path, error) from None
+            raise durable.not_read(self._path, error) from None
 
 
 class StoredObject:
@@ -234,7 +234,7 @@ def opened(path: Path, *, once: bool = False) -> DiskFile | StoredObject:
     except FileNotFoundError as error:
         url = address_of(path.parent)
         if url is None:
-            raise not_read(path, error) from None
+            raise durable.not_read(path, error) from None
     return StoredObject(f"{url}/{path.name}")
 
 

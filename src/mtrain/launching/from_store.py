@@ -168,7 +168,7 @@ def _refer(place: Place, home: Path, say: Callable[[str], None]) -> Path:
         for other in root.glob(f"{ckpt_folder.FETCHING}*"):
             shutil.rmtree(other, ignore_errors=True)
         draft.mkdir(parents=True)
-        transfer.referred(place, draft)
+        transfer.referred(place, draft, final)
         if ckpt_folder.is_checkpoint(final):
             final.rename(root / f".superseded-{final.name}")
         shutil.rmtree(final, ignore_errors=True)

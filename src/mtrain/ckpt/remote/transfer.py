@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtrain import durable, strict_json
+from mtrain import durable
 from mtrain.ckpt import folder, hashes, sources
 from mtrain.ckpt.folder import MANIFEST, SHARD
 from mtrain.ckpt.remote.place import TOKENIZER, Place, Remote, manifest_of
@@ -195,15 +195,16 @@ def download_into(place: Place, draft: Path) -> int:
     return nbytes
 
 
-def referred(place: Place, draft: Path) -> None:
-    """Make an empty folder stand for a checkpoint, whose shards are read where they are.
+def referred(place: Place, draft: Path, final: Path | None = None) -> None:
+    """Make an empty folder stand for a checkpoint, whose shards are read where they are; it will
+    get the path `final`, None: it keeps its own.
 
     Raises:
         CorruptData: there is no committed checkpoint, or an object differs.
         BadEnvironment: the store does not answer, or the disk refuses.
     """
     manifest = described(place, draft)
-    durable.write(draft / sources.ADDRESS, strict_json.dumps({"address": place.url}).encode())
+    sources.note(draft, place.url, final or draft)
     # Last, as in a commit.
     place.fetch(MANIFEST, draft / MANIFEST)
     if folder.parse_manifest(draft) != manifest:

@@ -148,7 +148,7 @@ class Uploader:
         0.
         """
         every = folder.committed(self.home / CHECKPOINTS)
-        return [one for one in every if folder.step_of(one) and sources.address_of(one) is None]
+        return [p for p in every if folder.step_of(p) and not (p / sources.ADDRESS).exists()]
 
     def _next(self) -> Path | None:
         """Return the checkpoint that is due: the newest that is missing, or an older one that the
