@@ -208,6 +208,7 @@ def test_choice_every_sweep_run_replaces_group(recipe: Path) -> None:
         "model=llama_tiny",
         "precision=fp32",
         "objective=next_token",
+        "rollout=local",
     )
     found = light("check", "-m", "recipe=mine.yaml", *words, cwd=recipe)
     assert "2 of 2 pass" in found.stdout, found.stdout + found.stderr
