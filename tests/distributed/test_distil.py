@@ -40,7 +40,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-STEPS = 300
+STEPS = 600
 
 
 def run_of(
