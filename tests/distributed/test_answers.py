@@ -27,6 +27,7 @@ from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
 from tests.support.forked import RankFailed, import_engine, run_ranks
 from tests.support.objective_steps import FEW, LAYOUTS, OF_THE_LOOP, run_of, two_steps
+from tests.support.rollout_server import ENDS, serving
 from tests.support.runs import tiny_run, whole_tensors
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -165,12 +166,12 @@ def records(run: RunConfig, folder: Path, recorded: Any) -> list[dict[str, float
     """
     from mtrain.train.assemble import assemble, splits_of
     from mtrain.train.loop.step import train_step
-    from mtrain.train.rollouts import feed
+    from mtrain.train.rollouts import engines, feed
     from mtrain.train.verify.prove import record_gradients
     from mtrain.world.init import joined
 
     if recorded:
-        feed.LocalEngine = recorded  # type: ignore[misc]
+        engines.LocalEngine = recorded  # type: ignore[misc]
         feed.Judges = recorded  # type: ignore[misc]
     found = []
     with joined(run) as world:
@@ -234,7 +235,7 @@ def test_answers_of_two_updates_are_clipped(layout: str, tmp_path: Path) -> None
     """Take ratios to the policy that sampled, of whole answers, in any split."""
     import_engine()
     given: dict[str, Any] = {"steps": 4, "updates": 2, "optim": {"lr": 0.02, "warmup_iters": 0}}
-    given["keys"] = {"policy_loss": "gspo"}
+    given["keys"] = {"policy_loss": "gspo", "clip_ratio_low": 0.003, "clip_ratio_high": 0.003}
     wanted = run_ranks(1, records, prompts_run(tmp_path, **given), tmp_path / "one", Recorded)[0]
     clipped = [step["clip_share"] > 0 for step in wanted]
     assert clipped == [False, True, False, True]
@@ -372,17 +373,50 @@ def test_answers_killed_run_resumes_bitwise(moment: str, tmp_path: Path) -> None
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dialect", ["openai", "sglang"])
+def test_answers_of_a_server_are_of_the_last_weights(dialect: str, tmp_path: Path) -> None:
+    """Push the weights before each batch of rollouts but the first, by names of the base folder."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "llama"}')
+
+    def job(run: RunConfig) -> list[dict[str, float]]:
+        from mtrain.train.rollouts import client, engines
+
+        client.Client.require_same = lambda *given: None  # type: ignore[method-assign, assignment]
+        engines.ends_of = lambda tokenizer: ENDS
+        return records(run, tmp_path, False)
+
+    import_engine()
+    run = prompts_run(tmp_path, steps=3, ranks=2, tp=2)
+    with serving(dialect) as server:
+        served = {"engine": dialect, "url": server.url, "server_model": "tiny"}
+        served |= {"weights_folder": str(tmp_path / "pushed")}
+        checkpoint = run.checkpoint.model_copy(update={"init_from": str(base)})
+        rollout = run.rollout.model_copy(update=served)
+        run = run.model_copy(update={"rollout": rollout, "checkpoint": checkpoint})
+        steps, other = run_ranks(2, job, run)
+    assert other == steps
+    pauses = "/pause" if dialect == "openai" else "/pause_generation"
+    assert server.routes.count(pauses) == 2
+    assert "model.embed_tokens.weight" in server.got
+    assert [path.name for path in (tmp_path / "pushed").iterdir()] == ["step_00000002"]
+    # The fake policy is another one than that of the trainer: the gap is large, and measured.
+    assert all(step["sampler_gap"] > 1 for step in steps)
+
+
+@pytest.mark.full
 def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
     """End with the weights of the last whole step where a stop comes while answers are sampled."""
 
     def job() -> End:
-        from mtrain.train.rollouts import feed
+        from mtrain.train.rollouts import engines, feed
 
         class Stopping(Recorded):
             def generate(self, prompts: Any, sampling: Any) -> Any:
                 return None if prompts[0].number >= 16 else super().generate(prompts, sampling)
 
-        feed.LocalEngine = Stopping  # type: ignore[misc, assignment]
+        engines.LocalEngine = Stopping  # type: ignore[misc, assignment]
         feed.Judges = Recorded  # type: ignore[misc, assignment]
         return train(prompts_run(tmp_path, steps=4), tmp_path / "run")
 

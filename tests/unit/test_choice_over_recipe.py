@@ -40,7 +40,7 @@ CHOICES = {
     "optim": "lion",
     "trainer": "sft",
     "objective": "orpo",
-    "rollout": "local",
+    "rollout": "sglang",
     "kernels": "auto",
     "checkpoint": "off",
     "log": "quiet",

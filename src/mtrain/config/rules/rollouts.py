@@ -58,6 +58,34 @@ def whole_groups(run: RunConfig) -> Iterator[Finding]:
 
 
 @rule(
+    Code(
+        "MT350",
+        help="Set rollout.url, rollout.weights_folder and checkpoint.init_from=HF_DIR.",
+        example=f"{GRPO} rollout.engine=openai",
+    ),
+    reads=(
+        f"rollout.engine rollout.url rollout.weights_folder {NAME} checkpoint.init_from peft.kind"
+    ),
+)
+def served_rollouts(run: RunConfig) -> Iterator[Finding]:
+    """Cannot sample answers on a server because it would not have the weights of the policy."""
+    r = run.rollout
+    if not run.objective.rolls or r.engine == "local":
+        return
+    local = each("rollout.engine", ["local"])
+    for key, value in (
+        ("rollout.url", r.url),
+        ("rollout.weights_folder", r.weights_folder),
+        ("checkpoint.init_from", run.checkpoint.init_from),
+    ):
+        if value is None:
+            yield Finding("MT350", key, f"rollout.engine is {r.engine}", local, lacks="input")
+    if run.peft.kind is not None:
+        detail = "weights with adapters are not pushed"
+        yield Finding("MT350", "peft.kind", detail, [*local, {"peft.kind": None}])
+
+
+@rule(
     Code("MT349", example=f"{GRPO} rollout.updates=4 resilience.rerun=on_anomaly"),
     reads=f"rollout.updates {NAME} resilience.rerun",
 )

@@ -16,14 +16,32 @@ from mtrain.config.schema.base import (
 )
 
 JUDGED = "objective.name=grpo|rloo and rollout.rewards"
+SERVED = "objective.name=grpo|rloo and rollout.engine=openai|sglang"
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class RolloutConfig(Section):
     """`rollout`: answers to prompts, which the policy samples in every step."""
 
-    engine: Annotated[Literal["local"], Key(aka="backend")] = "local"
-    """The sampler. local: the trained shards themselves, in the layout of the run."""
+    engine: Annotated[Literal["local", "openai", "sglang"], Key(aka="backend")] = "local"
+    """The sampler. local: the trained shards themselves, in the layout of the run; openai: a server
+    with OpenAI's completions and token ids, such as vLLM; sglang: a server of SGLang.
+    """
+    url: Annotated[
+        str | None, Key(when=SERVED, effect=Effect.RUNTIME, aka="vllm_server_base_url base_url")
+    ] = None
+    """openai, sglang: the address of the server, such as http://host:8000. The environment variable
+    MTRAIN_ROLLOUT_KEY has its key.
+    """
+    server_model: Annotated[str | None, Key(when=SERVED, effect=Effect.RUNTIME)] = None
+    """openai, sglang: the name of the model there; null: the only one that the server has."""
+    weights_folder: Annotated[str | None, Key(when=SERVED, effect=Effect.RUNTIME)] = None
+    """openai, sglang: a folder on a disk that the server reads too. The weights are written to it
+    before each batch of rollouts but that of step 1, in the format of checkpoint.init_from, which
+    the server starts with.
+    """
+    request_seconds: Annotated[Seconds, Key(when=SERVED, effect=Effect.RUNTIME)] = 600.0
+    """openai, sglang: the most time of a request."""
     temperature: Annotated[NonNegativeFloat, Key(aka="sampling_temperature")] = 1.0
     """Divisor of logits, in sampling and in every log-probability of the loss."""
     max_tokens: Annotated[
@@ -36,7 +54,9 @@ class RolloutConfig(Section):
     rows: Annotated[
         PositiveInt, Key(effect=Effect.PARALLELISM, aka="max_num_seqs", unit="answers")
     ] = 32
-    """Answers that are sampled together; each does not depend on the others."""
+    """Answers that are sampled together by each data-parallel rank, or requests that a server gets
+    at once; an answer does not depend on the others.
+    """
     updates: Annotated[
         PositiveInt, Key(aka="num_iterations steps_per_generation ppo_epochs", unit="steps")
     ] = 1

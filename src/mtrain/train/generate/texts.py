@@ -44,12 +44,18 @@ def encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return tokenizer.encode(prompt) or [tokenizer.eod or 0]
 
 
+def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end a text: of a document, and of a turn of its chat template."""
+    name = ChatFormat(tokenizer.path.parent).special("eos_token")
+    ends = {tokenizer.eod, tokenizer.id_of(name) if name else None}
+    return frozenset(end for end in ends if end is not None)
+
+
 def endings(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], str]:
     """Return a function from the tokens added so far to the ending that they cause: see
     `Sampler.continued`.
     """
-    names = (ChatFormat(tokenizer.path.parent).special("eos_token"),)
-    ends = {tokenizer.eod, *(tokenizer.id_of(name) for name in names if name)} - {None}
+    ends = ends_of(tokenizer)
     # a token has at least a byte of text, and the first of a few may lose its space
     span = max((len(text.encode()) for text in stop), default=0) + 4
 

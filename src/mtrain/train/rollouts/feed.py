@@ -23,7 +23,6 @@ from mtrain.data.answers import Answer, answer_batch
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import TrainingError, warn
 from mtrain.train.generate.request import END, LENGTH, Sampling
-from mtrain.train.generate.texts import endings
 from mtrain.train.loop.context import Stopped, TrainContext
 from mtrain.train.loop.prefetch import Batch, to_device
 from mtrain.train.loop.result import StepResult
@@ -31,8 +30,8 @@ from mtrain.train.loop.step import log_probabilities
 from mtrain.train.policy import OLD, PolicyObjective
 from mtrain.train.rewards import Sampled
 from mtrain.train.rollouts.engine import Engine, Prompt, Rollout
+from mtrain.train.rollouts.engines import engine_of, push
 from mtrain.train.rollouts.judges import Judges, Verdict
-from mtrain.train.rollouts.local import LocalEngine
 from mtrain.world.heartbeat import begin_phase, waiting
 
 NAMED = 3
@@ -77,14 +76,7 @@ class RolloutFeed:
             temperature=run.rollout.temperature,
             seed=run.trainer.seed,
         )
-        self._engine: Engine = LocalEngine(
-            run,
-            context.world,
-            context.state.chunks,
-            run.rollout.rows,
-            endings(self._tokenizer, ()),
-            lambda: context.stop_requested,
-        )
+        self._engine: Engine = engine_of(context, self._tokenizer)
         r = run.rollout
         self._judges = None
         # Rewards are foreign code, which may be slow or random: one rank has them computed.
@@ -122,6 +114,10 @@ class RolloutFeed:
         places = self._places(place)
         numbers = np.arange(place[0], sum(places[-1]))
         seconds = {"rollout_s": 0.0, "reward_s": 0.0}
+        # The server starts with the weights of step 0; a resumed run brings it up to date.
+        if self._context.state.step:
+            begin_phase("rollouts")
+            push(self._context, self._engine)
         rollouts, rewards = self._judged(numbers, seconds)
         resampled = 0
         for again in range(1, self._context.run.rollout.resample + 1):
