@@ -4,7 +4,7 @@ Hugging Face, in several layouts.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -18,7 +18,7 @@ from mtrain.models.gpt.hf import TABLES
 from mtrain.models.table import to_theirs
 from tests.parity_hf import hf_reference
 from tests.parity_hf.compare import COMMON, _own_tensors
-from tests.support.forked import run_ranks
+from tests.support.forked import run_alone, run_ranks
 from tests.support.runs import whole_tensors
 from tests.unit.test_distillation import divergence
 
@@ -60,9 +60,13 @@ def folders(kind: str) -> tuple[Path, Path]:
     home = Path(mkdtemp())
     for name, sizes, seed in (("student", STUDENT, 1), ("teacher", TEACHER, 2)):
         config = hf_reference.configuration(kind, FAMILIES[kind] | sizes)
-        made = hf_reference.model(config, seed)
-        made.save_pretrained(home / name)
+        # In a process of its own: its threads would stay, and later tests fork.
+        run_alone(partial(_save, config, seed, home / name))
     return home / "student", home / "teacher"
+
+
+def _save(config: Any, seed: int, folder: Path) -> None:
+    hf_reference.model(config, seed).save_pretrained(folder)
 
 
 def run_of(kind: str, words: str) -> Any:
@@ -146,7 +150,7 @@ def theirs(
 def test_distil_equals_transformers(kind: str, words: str, tmp_path: Path) -> None:
     run = run_of(kind, f"parallel=single {words}")
     (ours,) = run_ranks(1, one_batch, run, folders(kind)[0], tmp_path)
-    loss, gradients = theirs(kind, ours["tokens"], ours["labels"], HOW[words])
+    loss, gradients = run_alone(partial(theirs, kind, ours["tokens"], ours["labels"], HOW[words]))
     assert ours["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
     largest = torch.stack([g.abs().max() for g in gradients.values()]).max()
     found = to_theirs(TABLES[kind], run.model, ours["gradients"])

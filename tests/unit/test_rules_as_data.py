@@ -82,6 +82,7 @@ ALONE += [{**ROLLED, "objective.group_size": size} for size in (1, 3)]
 DISTILS = {"objective.name": "distil", "objective.teacher": "drawn", "data.kind": "mock"}
 ALONE += [DISTILS, {**DISTILS, "objective.distil_top_k": 8}]
 ALONE.append({**ROLLED, "rollout.updates": 4, "resilience.rerun": "on_anomaly"})
+ALONE.append({**ROLLED, "rollout.engine": "openai", "peft.kind": "lora"})
 FORMAT = {"rollout.rewards": ["format"], "rollout.reward_weights": [1.0, 2.0]}
 ALONE += [{**ROLLED, "data.kind": "prompts"}, {**ROLLED, "data.kind": "prompts", **FORMAT}]
 CHANGES += [{"launch.kind": kind} for kind in ("kubernetes", "skypilot", "ray")]
