@@ -67,6 +67,7 @@ class FakeServer:
         self._in_flight = 0
         self._last: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self.over = threading.Event()
         self.url = ""
 
     def fault(self) -> str:
@@ -178,7 +179,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             with server.counted():
                 data = json.dumps(server.sample(body, fault)).encode()
                 if fault == "slow":
-                    time.sleep(LATE_S)
+                    server.over.wait(LATE_S)
                 time.sleep(0.002)
             if fault == "busy":
                 self._send(b"later", status=503)
@@ -205,13 +206,15 @@ def serving(dialect: str) -> Iterator[FakeServer]:
     """Yield a server that listens, until the end of the block."""
     state = FakeServer(dialect)
     listener = ThreadingHTTPServer(("127.0.0.1", 0), _handler(state))
-    listener.daemon_threads = True
+    # Its threads end with it: later tests fork.
+    listener.daemon_threads = False
     thread = threading.Thread(target=listener.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     state.url = f"http://127.0.0.1:{listener.server_address[1]}/v1"
     try:
         yield state
     finally:
+        state.over.set()
         listener.shutdown()
         listener.server_close()
         thread.join()
