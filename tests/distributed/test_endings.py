@@ -188,7 +188,7 @@ def test_ending_logger_failure_on_one_rank_blocks_none(
 def test_ending_stop_skips_evaluation_and_failed_deletion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.ckpt import folder
+    from mtrain.ckpt import retention
     from mtrain.train.loop import step
 
     real = step.run_schedule
@@ -204,7 +204,7 @@ def test_ending_stop_skips_evaluation_and_failed_deletion(
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(step, "run_schedule", interrupted)
-    monkeypatch.setattr(folder, "prune", busy)
+    monkeypatch.setattr(retention, "prune", busy)
     run = small()
     run = run.model_copy(update={"trainer": run.trainer.model_copy(update={"eval_iters": 5})})
     end, batches = run_ranks(1, lambda: (train(run, tmp_path), len(evaluated)))[0]
