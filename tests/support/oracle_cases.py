@@ -199,6 +199,7 @@ LEFT_ALONE = (
     "data.chat_template",
     "data.ignored_keys",
     "objective.",
+    "model.head",  # it comes with an objective
     "peft.init_from",
     "data.validation_",
     "data.test_",
