@@ -58,7 +58,7 @@ def test_check_takes_under_a_second() -> None:
     assert spec.loader is not None
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
-    result = bench.measured(["deepseek/v3_h100x1024"], rounds=1)
+    result = bench.measured(["deepseek/v3_h100x1024"], rounds=3)
     assert result["ratio"]["cpu"] >= 6, result
     assert max(result["check_cpu_s"].values()) < 0.9, result
 
