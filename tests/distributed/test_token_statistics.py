@@ -125,7 +125,8 @@ def test_token_statistics_equal_those_of_one_rank(
 ) -> None:
     name, layout = CASES[case]
     train(blended(name, corpora, **LAYOUTS[layout]), tmp_path)
-    one, many = alone(name)[0], losses(tmp_path)[0]
+    one = alone(name)[0]
+    many = losses(tmp_path)[0]
     assert differences({"losses": one}, {"losses": many}) == []
 
 

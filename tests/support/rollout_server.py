@@ -80,8 +80,10 @@ class FakeServer:
         assert not self.paused
         if self.dialect == "sglang":
             given = body["sampling_params"]
-            ids, name = body["input_ids"], body["rid"]
-            seed, most = given["sampling_seed"], given["max_new_tokens"]
+            ids = body["input_ids"]
+            name = body["rid"]
+            seed = given["sampling_seed"]
+            most = given["max_new_tokens"]
             assert given["stop_token_ids"] == sorted(ENDS)
         else:
             ids, name, seed, most = (
@@ -106,7 +108,8 @@ class FakeServer:
         elif fault == "short":
             tokens, values = (tokens[:1], values[:1]) if tokens[0] not in ENDS else ([], [])
         elif fault == "after the end":
-            tokens, values = [0, *tokens[: most - 1]], [-1.0, *values[: most - 1]]
+            tokens = [0, *tokens[: most - 1]]
+            values = [-1.0, *values[: most - 1]]
         reason = "stop" if tokens and tokens[-1] in ENDS else "length"
         reason = "abort" if fault == "abort" else reason
         answer: dict[str, Any]

@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from mtrain.mcore.models.distillation import Divergence, Head, Lesson, distil, top_k
 
-TOKENS, VOCABULARY, ROWS = 6, 13, 16
+TOKENS = 6
+VOCABULARY = 13
+ROWS = 16
 """Rows of the output weights from 13 on only pad the vocabulary."""
 CASES: dict[str, dict[str, Any]] = {
     "forward": {},
@@ -52,7 +54,8 @@ def bucketed(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def wanted(
     student: Tensor, teacher: Tensor, labels: Tensor, keys: dict[str, Any], k: int | None
 ) -> Tensor:
-    beta, temperature = keys.get("beta", 0.0), keys.get("temperature", 1.0)
+    beta = keys.get("beta", 0.0)
+    temperature = keys.get("temperature", 1.0)
     weight = keys.get("ce_weight", 0.0)
     if k is None:
         found = generalized_jsd(student, teacher, beta, temperature)
@@ -77,8 +80,10 @@ def test_distillation_equals_its_definition(
     generator = torch.Generator().manual_seed(5)
     for _ in range(batches):
         draw = {"generator": generator, "dtype": dtype}
-        hidden, weight = torch.randn(TOKENS, 8, **draw), 0.5 * torch.randn(ROWS, 8, **draw)
-        taught, theirs = torch.randn(TOKENS, 5, **draw), 0.5 * torch.randn(ROWS, 5, **draw)
+        hidden = torch.randn(TOKENS, 8, **draw)
+        weight = 0.5 * torch.randn(ROWS, 8, **draw)
+        taught = torch.randn(TOKENS, 5, **draw)
+        theirs = 0.5 * torch.randn(ROWS, 5, **draw)
         labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
         factors = torch.rand(TOKENS, generator=generator)
         factors[1] = 0.0

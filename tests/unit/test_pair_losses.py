@@ -36,11 +36,14 @@ def sig(x: Tensor) -> Tensor:
 
 def of_pairs(name: str, lp: Tensor, ref: Tensor, mask: Tensor, smoothing: float) -> Tensor:
     """Return the loss of each pair from the definition in the paper."""
-    n, m = mask.sum(-1)[::2], mask.sum(-1)[1::2]
+    n = mask.sum(-1)[::2]
+    m = mask.sum(-1)[1::2]
     policy = (lp * mask).sum(-1)
     ratio = policy - (ref * mask).sum(-1)
-    c, r = ratio[::2], ratio[1::2]
-    x, y = policy[::2] / n, policy[1::2] / m
+    c = ratio[::2]
+    r = ratio[1::2]
+    x = policy[::2] / n
+    y = policy[1::2] / m
     b = BETA
     e = smoothing
     if name == "sigmoid":  # arXiv:2305.18290, equation 7
@@ -63,13 +66,15 @@ def of_pairs(name: str, lp: Tensor, ref: Tensor, mask: Tensor, smoothing: float)
     if name == "rpo":  # arXiv:2404.19733, equation 3
         return -torch.log(sig(b * (c - r))) - 0.8 * x
     if name == "orpo":  # arXiv:2403.07691, equations 4 to 7
-        p, q = torch.exp(x), torch.exp(y)
+        p = torch.exp(x)
+        q = torch.exp(y)
         return -x - b * torch.log(sig(torch.log(p / (1 - p)) - torch.log(q / (1 - q))))
     if name == "listed":  # a weighted sum, as arXiv:2411.10442
         kinds = zip(LISTED["loss_type"], LISTED["loss_weights"], strict=True)
         return sum(w * of_pairs(k, lp, ref, mask, e) for k, w in kinds)
     if name == "reward":  # TRL 1.16's RewardTrainer, with center_rewards_coefficient
-        c, r = policy[::2], policy[1::2]
+        c = policy[::2]
+        r = policy[1::2]
         return -torch.log(sig(c - r)) + 0.02 * (c + r) ** 2
     assert name == "simpo"  # arXiv:2405.14734, equation 6
     return -torch.log(sig(b * x - b * y - GAMMA))

@@ -41,7 +41,8 @@ def test_prompts_are_answered_in_groups_with_their_columns(tmp_path: Path) -> No
         assert f"count {record['answer']}" in text.decode(samples.ids(number))
         answers.append(record["answer"])
     # Each epoch has every prompt once, in another order.
-    first, second = answers[:21:3], answers[21::3]
+    first = answers[:21:3]
+    second = answers[21::3]
     assert sorted(first) == sorted(second) == list(range(7))
     assert first != second
     sample = samples.sample(0)

@@ -258,7 +258,8 @@ def parse_ranking(values: dict[str, Any], keys: Keys = NO_KEYS) -> list[tuple[Ch
     if len(names) != 1 or "scores" not in values:
         raise CorruptData("scored answers have either answers or completions, and scores")
     keys.refuse_unknown(values, OF_A_RANKING, "the scored answers")
-    answers, scores = values[names[0]], values["scores"]
+    answers = values[names[0]]
+    scores = values["scores"]
     if not (isinstance(answers, list) and isinstance(scores, list) and len(answers) == len(scores)):
         raise CorruptData(f"its {names[0]} and scores are not two lists of one length")
     for number, score in enumerate(scores, 1):
