@@ -23,7 +23,6 @@ from mtrain import object_store, strict_json
 from mtrain.ckpt import folder, sources
 from mtrain.ckpt.folder import MANIFEST
 from mtrain.errors import BadEnvironment, ConfigError, CorruptData, MtrainError
-from mtrain.object_store import unusable, without_secret
 
 OWNER = "owner.json"
 TOKENIZER = "tokenizer.json"
@@ -66,15 +65,8 @@ class Place:
             ConfigError: the address holds credentials, or names no bucket.
             BadEnvironment: the library for the store is not installed.
         """
-        if why := unusable(url):
-            fix = "an address such as s3://bucket/prefix"
-            raise ConfigError.of("MT459", "", None, why, fix, without_secret(url))
+        self._files = sources.files_at(url)
         self.url = url.rstrip("/")
-        # A listing that is kept would hide what another process has written meanwhile.
-        options = {"use_listings_cache": False, "skip_instance_cache": True}
-        if self.url.startswith("file:"):
-            options["auto_mkdir"] = True
-        self._files = object_store.file_system(self.url, "a checkpoint", **options)
 
     def __str__(self) -> str:
         return self.url
