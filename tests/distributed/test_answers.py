@@ -26,7 +26,14 @@ from tests.distributed.test_endings import End, train
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.covering import some
 from tests.support.forked import RankFailed, import_engine, run_ranks
-from tests.support.objective_steps import FEW, LAYOUTS, OF_THE_LOOP, run_of, two_steps
+from tests.support.objective_steps import (
+    FEW,
+    LAYOUTS,
+    OF_THE_LOOP,
+    require_same_steps,
+    run_of,
+    two_steps,
+)
 from tests.support.rollout_server import ENDS, serving
 from tests.support.runs import tiny_run, whole_tensors
 
@@ -57,14 +64,7 @@ def test_answers_split_is_the_same_step(case: str, tmp_path: Path) -> None:
     loss, layout = case.split()
     wanted, folder = alone(loss, "moe" in LAYOUTS[layout])
     run = mock_run(loss, **LAYOUTS[layout])
-    for steps in run_ranks(run.parallel.ranks, two_steps, run, tmp_path):
-        for step, same in zip(steps, wanted, strict=True):
-            assert step == {k: pytest.approx(v, rel=2e-5, abs=2e-6) for k, v in same.items()}
-    for step in ("0", "1"):
-        inside = Path(step) / "step_00000000"
-        here = whole_tensors(tmp_path / inside)
-        for name, value in whole_tensors(folder / inside).items():
-            assert torch.allclose(here[name], value, rtol=1e-4, atol=1e-6), name
+    require_same_steps(run, tmp_path, wanted, folder)
 
 
 @pytest.mark.parametrize("faulty", [False, True])

@@ -18,7 +18,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.errors import CorruptData
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
-from tests.support.objective_steps import FEW, LORA, MOE, two_steps
+from tests.support.objective_steps import FEW, LORA, MOE, require_same_steps, two_steps
 from tests.support.runs import tiny_run, whole_tensors
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -71,14 +71,7 @@ def test_distil_split_is_the_same_step(case: str, tmp_path: Path) -> None:
     wanted, folder = alone(kind, "ep" in LAYOUTS[layout])
     assert wanted[0]["divergence"] > 0.05
     run = run_of(KEYS[kind], **LAYOUTS[layout])
-    for steps in run_ranks(run.parallel.ranks, two_steps, run, tmp_path):
-        for step, same in zip(steps, wanted, strict=True):
-            assert step == {k: pytest.approx(v, rel=2e-5, abs=1e-6) for k, v in same.items()}
-    for step in ("0", "1"):
-        inside = Path(step) / "step_00000000"
-        here = whole_tensors(tmp_path / inside)
-        for name, value in whole_tensors(folder / inside).items():
-            assert torch.allclose(here[name], value, rtol=1e-4, atol=1e-6), name
+    require_same_steps(run, tmp_path, wanted, folder)
 
 
 @pytest.mark.full

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.peft import PeftConfig
 from mtrain.config.schema.run import RunConfig
-from tests.support.runs import tiny_run
+from tests.support.forked import run_ranks
+from tests.support.runs import tiny_run, whole_tensors
 
 FEW = {"vocab_size": 140, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 MOE = {"moe": {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 32, "aux_loss_coeff": 0.1}}
@@ -61,3 +65,17 @@ def two_steps(run: RunConfig, folder: Path) -> list[dict[str, float]]:
         {name: value for name, value in r.metrics.items() if name not in OF_THE_LOOP}
         for r in results
     ]
+
+
+def require_same_steps(
+    run: RunConfig, folder: Path, wanted: list[dict[str, float]], whole: Path
+) -> None:
+    """Assert that two steps of a layout have the metrics `wanted`, and the gradients in `whole`."""
+    for steps in run_ranks(run.parallel.ranks, two_steps, run, folder):
+        for step, same in zip(steps, wanted, strict=True):
+            assert step == {k: pytest.approx(v, rel=2e-5, abs=1e-6) for k, v in same.items()}
+    for step in ("0", "1"):
+        inside = Path(step) / "step_00000000"
+        here = whole_tensors(folder / inside)
+        for name, value in whole_tensors(whole / inside).items():
+            assert torch.allclose(here[name], value, rtol=1e-4, atol=1e-6), name
