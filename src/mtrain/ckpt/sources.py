@@ -49,6 +49,7 @@ def address_of(root: Path) -> str | None:
     path = root / ADDRESS
     try:
         with path.open("rb") as file:
+            # Of a folder that was received, the file may be anything, of any length.
             body = json.loads(file.read(MAX_ADDRESS_BYTES))
             url = body["address"]
             home = body["home"]
@@ -196,6 +197,7 @@ class StoredObject:
         for start in range(0, size, READ_BYTES):
             stop = min(size, start + READ_BYTES)
             data = self._range(at + start, at + stop)
+            # A store answers a range beyond the end with what there is.
             if len(data) != stop - start:
                 raise CorruptData(f"{self.name} is not what was written: it is cut")
             out[start:stop] = data
@@ -217,6 +219,7 @@ class StoredObject:
             except BadEnvironment:
                 if attempt == TRIES - 1:
                     raise
+            # Other ranks wait for this one meanwhile: it is alive.
             tick()
             time.sleep(RETRY_S * 2.0**attempt)
         raise AssertionError
