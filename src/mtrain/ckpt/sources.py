@@ -90,7 +90,7 @@ def listed(files: Any, url: str) -> dict[str, int]:
 
 
 def files_at(url: str) -> Any:
-    """Return the file system of an address, one in a process for each store.
+    """Return a new file system of an address, with the credentials that are set now.
 
     Raises:
         ConfigError: the address holds credentials, or names no bucket.
@@ -99,17 +99,23 @@ def files_at(url: str) -> Any:
     if why := unusable(url):
         fix = "an address such as s3://bucket/prefix"
         raise ConfigError.of("MT459", "", None, why, fix, without_secret(url))
-    # A process that was forked must not use the connections of its parent.
-    return _files_of(url.partition("://")[0], os.getpid())
+    return _opened(url.partition("://")[0])
 
 
-@cache
-def _files_of(scheme: str, _: int) -> Any:
+def _opened(scheme: str) -> Any:
     # A listing that is kept would hide what another process has written meanwhile.
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "file":
         options["auto_mkdir"] = True
     return object_store.file_system(f"{scheme}://", "a checkpoint", **options)
+
+
+@cache
+def _kept(scheme: str, _: int) -> Any:
+    """Return the file system that all objects are read from; a process that was forked must not
+    use the connections of its parent.
+    """
+    return _opened(scheme)
 
 
 class DiskFile:
@@ -210,13 +216,15 @@ class StoredObject:
 
     def _asked(self, call: Any) -> Any:
         """Return the answer of the store, which may fail for a moment."""
-        files = files_at(self.name)
+        scheme = self.name.partition("://")[0]
         for attempt in range(TRIES):
             try:
-                return object_store.request(lambda: call(files), self.name)
+                return object_store.request(lambda: call(_kept(scheme, os.getpid())), self.name)
             except FileNotFoundError:
                 raise CorruptData(f"{self.name} is missing") from None
             except BadEnvironment:
+                # Credentials may have been renewed.
+                _kept.cache_clear()
                 if attempt == TRIES - 1:
                     raise
             # Other ranks wait for this one meanwhile: it is alive.
