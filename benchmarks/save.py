@@ -343,7 +343,8 @@ def dcp(shards: list[Any]) -> Callable[[Path], float]:
     """Return the function that saves with torch's distributed checkpoint."""
     import torch.distributed.checkpoint as dcp
 
-    state = {shard.key: shard.tensor.detach() for shard in shards}
+    # Layers share a key, so each tensor gets a name of its own.
+    state = {f"{n}/{shard.key}": shard.tensor.detach() for n, shard in enumerate(shards)}
 
     def save(path: Path) -> float:
         begin = time.perf_counter()
