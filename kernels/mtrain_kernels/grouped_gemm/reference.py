@@ -57,8 +57,8 @@ def grouped_gemm(
 
     `x` [r, k], `weight` [g, n, k] or g of [n, k], `counts` [g] integers, `bias` [g, n]; the result
     is [r, n] in x's dtype. Rows behind the last group's belong to nobody and give zeros. Raises
-    `ValueError` where the shapes do not fit or the groups have more rows than there are (the
-    only the reference looks at the counts; kernels leave out what is beyond).
+    `ValueError` where the shapes do not fit or the groups have more rows than there are (only the
+    reference checks the counts; kernels ignore the rest).
     """
     require_grouped(x, weight, counts, bias)
     rows = counts.tolist()

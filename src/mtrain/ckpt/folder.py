@@ -156,8 +156,8 @@ def committed(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Remove what an interrupted save or deletion left, and put back what an interrupted
-    replacement took away.
+    """Remove leftovers of interrupted saves and deletions, and restore the checkpoint that an
+    interrupted replacement moved away.
     """
     for path in root.glob(".replaced-step_*"):
         final = path.with_name(path.name.removeprefix(".replaced-"))
@@ -234,8 +234,8 @@ def read_manifest(path: Path, *, verify: bool) -> dict[str, Any]:
     """Return the manifest of a checkpoint, whose files are all there in their sizes and whose
     `run.yaml` has its hash.
 
-    With `verify`, every byte of every file has been compared with its hash. Without, whoever reads
-    a shard compares what it reads (`hashes`).
+    With `verify`, every byte of every file has been compared with its hash. Without, readers of
+    a shard compare the blocks that they read (`hashes`).
 
     Raises:
         CorruptData: no manifest, one that is cut or altered, or a file that is missing or altered,

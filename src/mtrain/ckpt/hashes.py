@@ -69,7 +69,7 @@ SHA256 = Algorithm("sha256", "sha256_of_blocks", SHA256_DIGITS)
 XXH3 = Algorithm("xxh3", "xxh3_128_of_blocks", 32)
 ALGORITHMS = {algorithm.name: algorithm for algorithm in (XXH3, SHA256)}
 MOST_OPEN = 4096
-"""Files at a time where the system has no limit; else half of what it allows."""
+"""Files that are open at a time where the system has no limit; else half of its limit."""
 WIDTHS = {
     "F64": 8,
     "F32": 4,
@@ -313,7 +313,7 @@ class Shard:
         self._file.close()
 
     def entry(self, name: str) -> Entry:
-        """Return what the header says of an entry.
+        """Return an entry of the header.
 
         Raises:
             CorruptData: it has no such entry.
@@ -408,10 +408,10 @@ class Files:
         self._most = max(8, limit // 2) if limit != resource.RLIM_INFINITY else MOST_OPEN
 
     def __getitem__(self, name: str) -> Shard:
-        """Return a shard whose header is what was written.
+        """Return a shard whose header is sound.
 
         Raises:
-            CorruptData: it does not belong to the checkpoint, or is not what was written.
+            CorruptData: it does not belong to the checkpoint, or is damaged.
             BadEnvironment: it may not be read.
         """
         # Threads read an object store: one of them reads a header.
@@ -449,8 +449,8 @@ def checked(path: Path, facts: Mapping[str, Any], *, once: bool = False) -> Shar
 
 
 def wrote(path: Path) -> dict[str, Any]:
-    """Take a shard that this process has just written as sound; returns what a manifest says of the
-    file.
+    """Take a shard that this process has just written as sound; return the manifest's facts about
+    the file.
     """
     # Read back, so that the manifest has the hash of the header that is in the file.
     shard = Shard(path)

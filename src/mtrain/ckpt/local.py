@@ -16,7 +16,7 @@ machines K (`ckpt.replication`). A machine that lacks its part gets it back from
 only then is the step used.
 
 A start that does not continue from a local checkpoint draws a new token: the run takes another
-course from there, and what the disk of another machine may still hold is not of that course.
+course from there, and the disks of other machines may hold checkpoints of the old one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Elsewhere:
     """The layout of the run."""
     machines: int
     ask: Callable[[Path, int], Mapping[int, Held]]
-    """Returns, for a run folder and a step, what each other machine holds of later steps."""
+    """Returns, for a run folder and a step, the later checkpoints that other machines hold."""
     bring: Callable[[Path, int, int, int], str]
     """Has, for a run folder, a step and a machine, that machine get its part from another one;
     returns why it cannot, or an empty text.
@@ -291,7 +291,7 @@ def exist(home: Path) -> bool:
 
 
 def forget_after(home: Path, step: int) -> None:
-    """Delete local checkpoints later than `step`, and what interrupted saves left."""
+    """Delete local checkpoints later than `step`, and leftovers of interrupted saves."""
     for root in _roots(home):
         _forget_after(root, step)
 
@@ -315,7 +315,7 @@ def remove(home: Path) -> None:
 
 
 def clear(place: Local) -> None:
-    """Delete what a machine holds, with the folders; the run folder keeps its note."""
+    """Delete the checkpoints of a machine and their folders; the run folder keeps its note."""
     for root in _roots_of(place.root.parent, place.machine or 0):
         _clear(root)
 
@@ -390,7 +390,7 @@ def _roots_of(place: Path, machine: int) -> list[Path]:
 
 
 def _noted(home: Path) -> _Noted:
-    """Return what a run folder notes; a folder that is not named after this run is left out."""
+    """Return the note of a run folder, without folders that are not named after this run."""
     try:
         body = json.loads((home / FILE).read_text())
         token = body["token"]

@@ -86,7 +86,7 @@ class Meeting:
         return found, remark
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank came with, by rank.
+        """Return the bytes of every rank, by rank.
 
         Raises:
             TrainingError: some ranks did not come in time.
@@ -95,7 +95,7 @@ class Meeting:
         self.store.set(f"gathered/{number}/{self.rank}", data)  # type: ignore[arg-type]
         self.barrier()
         found = [self.store.get(f"gathered/{number}/{rank}") for rank in range(self.size)]
-        # All ranks came here, so all have read what was gathered before.
+        # All ranks came here, so all have read the results of the gather before.
         self.store.delete_key(f"gathered/{number - 1}/{self.rank}")
         return found
 

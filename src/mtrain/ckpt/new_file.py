@@ -43,8 +43,8 @@ class Writer:
         metadata_bytes: int = 256,
         source: Ring | None = None,
     ) -> None:
-        """Reserve room for metadata of at most `metadata_bytes`, as JSON. With `source`, what is
-        added are the next bytes of that ring.
+        """Reserve room for metadata of at most `metadata_bytes`, as JSON. With `source`, added
+        bytes are the next ones of that ring.
         """
         self.path = path
         self._names = deque(names)
@@ -132,9 +132,9 @@ def data_offset(names: Iterable[str], metadata_bytes: int) -> int:
 
 
 BLOCK_BYTES = 8 << 20
-"""Written at once; a multiple of what any disk or page size asks for."""
+"""Bytes of a write; a multiple of every page size and of every disk's block size."""
 PAGE = PAGESIZE
-"""A multiple of what direct I/O asks for of places in memory and in a file."""
+"""A multiple of the alignment that direct I/O requires in memory and in a file."""
 WRITES = 4
 """Writes at a time. In memory one core fills pages at 2.5 GB/s, and a fast disk wants a queue."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)

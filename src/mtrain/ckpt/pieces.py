@@ -68,7 +68,7 @@ class Part:
     """The element after the last one."""
     shape: Numbers
     there: Numbers
-    """Stride of each axis in what is read, in elements."""
+    """Stride of each axis in the source, in elements."""
     at: int
     """The first element of the box in the memory of the wanted region."""
     here: Numbers
@@ -76,8 +76,8 @@ class Part:
 
 
 def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Iterator[Part]:
-    """Yield what to read of `pieces`, and where to put it, so that the memory of `wanted` is
-    filled.
+    """Yield the parts of `pieces` to read, with their places in memory, that together fill
+    `wanted`.
 
     Args:
         wanted: the region to fill.

@@ -1,7 +1,7 @@
 """The rank that saves each piece, where several data-parallel ranks hold the same.
 
-Without this, the first of them would save all weights, and every save would take as long as its
-disk needs for that.
+Otherwise the first of them would save all weights, and every save would take as long as one disk
+needs for all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ of all that hold it.
 
 @dataclass
 class Replicas:
-    """The pieces that this rank saves; ranks find them together, and keep what they found."""
+    """The pieces that this rank saves; ranks agree on them once, and remember the result."""
 
     _facts: np.ndarray | None = None
     """The pieces of the last save."""
@@ -125,7 +125,7 @@ def _assigned(ranks: Sequence[np.ndarray], rank: int) -> np.ndarray:
     rows: dict[int, list[int]] = {}
     for row in np.flatnonzero(shared):
         rows.setdefault(int(places[row]), []).append(int(row))
-    # the largest first: small ones even out what is left
+    # the largest first: small ones even out the remaining differences
     for _, held in sorted(rows.items(), key=lambda item: (-everything[item[1][0], 1], item[0])):
         lightest = min(held, key=lambda row: (load[holders[row]], holders[row]))
         saved[lightest] = True

@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The content of a file: tensors in their order, and what the manifest says of them."""
+    """The content of a file: tensors in their order, and their facts in the manifest."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -45,7 +45,7 @@ class ShardFile:
         return sum(entry.nbytes for entry in self.entries)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
+        """Return the JSON that `from_json` reads."""
         entries = [[e.name, e.dtype, list(e.shape), e.nbytes] for e in self.entries]
         return {
             "name": self.name,

@@ -103,7 +103,7 @@ def files_at(url: str) -> Any:
 
 
 def _opened(scheme: str) -> Any:
-    # A listing that is kept would hide what another process has written meanwhile.
+    # A cached listing would hide objects that another process has written meanwhile.
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "file":
         options["auto_mkdir"] = True
@@ -203,7 +203,7 @@ class StoredObject:
         for start in range(0, size, READ_BYTES):
             stop = min(size, start + READ_BYTES)
             data = self._range(at + start, at + stop)
-            # A store answers a range beyond the end with what there is.
+            # A store shortens a range that reaches beyond the end.
             if len(data) != stop - start:
                 raise CorruptData(f"{self.name} is not what was written: it is cut")
             out[start:stop] = data
@@ -255,6 +255,6 @@ def identity(status: os.stat_result) -> Identity:
 
 
 def _version(facts: Mapping[str, Any]) -> str:
-    """Return what a store says of the version of an object; empty where it says nothing."""
+    """Return the version of an object in a store; empty if the store has no versions."""
     names = ("ETag", "etag", "generation", "mtime", "created", "LastModified")
     return next((str(facts[name]) for name in names if facts.get(name)), "")

@@ -17,8 +17,8 @@ PIECE_BYTES = 2048
 """Room for the facts of a piece: in the header of its file, the index of its rank and the manifest.
 """
 RANK_BYTES = 32 << 10
-"""Room of a rank for what has no tensor: ends of blocks of its files, and on rank 0 `run.yaml` and
-the trainer's state.
+"""Room of a rank for everything but tensors: ends of blocks of its files, and on rank 0 `run.yaml`
+and the trainer's state.
 """
 
 

@@ -197,7 +197,7 @@ def _shards(
 def _facts(
     run: RunConfig, world: World, state: TrainState, data_facts: dict[str, Any], owner: str
 ) -> dict[str, Any]:
-    """Return what a manifest says of the state apart from tensors, the same on every rank."""
+    """Return the manifest's facts about the state except tensors, the same on every rank."""
     facts = {
         "consumed_samples": state.consumed_samples,
         "schedule_steps": state.schedule.num_steps,
@@ -375,7 +375,7 @@ def rng_tensors(world: World) -> dict[str, torch.Tensor]:
 
 
 def set_rng_tensors(world: World, tensors: dict[str, torch.Tensor]) -> None:
-    """Restore every generator of this rank to what `rng_tensors` returned."""
+    """Restore every generator of this rank to the state that `rng_tensors` returned."""
     prefix = "rng/tracker/"
     states = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     set_tracker(states)

@@ -1,7 +1,7 @@
 """Checkpoints to an object store and back, compared with their hashes. Needs no torch.
 
-An upload leaves out what is there already: an object of the same size, whose header has the
-sha256 that the manifest names. The header has a hash of every block, so another step's or another
+An upload skips objects that exist with the same size and a header of the sha256 that the manifest
+names. The header has a hash of every block, so another step's or another
 run's file differs there; small files are compared whole. A download compares every byte before
 the folder of a checkpoint appears.
 """
@@ -63,7 +63,7 @@ def upload(
 
     Raises:
         ConfigError: another checkpoint is there, or another process has created one meanwhile.
-        CorruptData: the folder is no committed checkpoint, or an object is not what was sent.
+        CorruptData: the folder is no committed checkpoint, or an object differs from the sent one.
         BadEnvironment: the store does not answer, or refuses.
     """
     begun = time.monotonic()
@@ -146,7 +146,7 @@ def download(place: Place, out: Path) -> int:
     number of bytes.
 
     Raises:
-        CorruptData: there is no committed checkpoint, or an object is not what was written.
+        CorruptData: there is no committed checkpoint, or an object is damaged.
         BadEnvironment: the store does not answer, or the disk refuses.
     """
     draft = out.with_name(f".saving-{out.name}")
@@ -214,8 +214,8 @@ def referred(place: Place, draft: Path, final: Path | None = None) -> None:
 
 
 def described(place: Place, scratch: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; what describes it, its configuration and its index, is
-    then in the folder `scratch`, and the sizes of all objects have been compared.
+    """Return the manifest of a checkpoint, after comparing the sizes of all objects; copy its
+    configuration and its index to the folder `scratch`.
 
     Raises:
         CorruptData: there is no committed checkpoint, or an object differs.

@@ -155,7 +155,7 @@ class Replicator:
             if step <= sent:
                 self.pause(POLL_S)
                 continue
-            # A new step means that all have the one before, so what came before that may go.
+            # A new step means that all have the one before, so older ones may go.
             while len(held) > 1:
                 held.popleft().close()
             held.append(ExitStack())

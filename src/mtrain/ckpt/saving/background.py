@@ -254,7 +254,7 @@ class BackgroundSaves:
                     pending.stop = True
 
     def poll(self) -> None:
-        """Take note of what the writer did, without waiting."""
+        """Read the writer's messages, without waiting."""
         pending = self._pending
         if pending is None or self._writer is None or self.problem:
             return
@@ -274,7 +274,7 @@ class BackgroundSaves:
     def finish_alone(self, limit_s: float) -> None:
         """Wait for the end of the save under way, where the ranks failed and meet no more.
 
-        It can be committed if every rank has begun it: what each has copied, its writer has.
+        It can be committed if every rank has begun it: the writers have all copied bytes.
         """
         if self._pending is not None:
             self.finish(limit_s)

@@ -29,7 +29,7 @@ FREED = 0
 TICKS = 1
 """Counter: signs of life of the writer."""
 PHASE = 2
-"""Counter: what the writer does, one of the numbers below."""
+"""Counter: the writer's activity, one of the numbers below."""
 
 IDLE = 0
 WORKING = 1

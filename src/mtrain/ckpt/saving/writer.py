@@ -153,7 +153,7 @@ class Save:
             return shard_file.write(self.draft / file.name, file, parts, source)
 
     def _await_copy(self, position: int) -> None:
-        """Wait until the rank has copied the byte at a position, and note what else it has."""
+        """Wait until the rank has copied the byte at a position, and note how far it has come."""
         if self._copied > position:
             return
         self._enter(staging.FOR_RANK)

@@ -188,7 +188,7 @@ class Provider(BackendSpecProvider):
         """Return experts in one grouped call, or one after another; the legacy grouped MLP is never
         used.
 
-        A class with its layers; since 0.19 what makes it of them.
+        A class with its layers; since 0.19 a factory that builds it from them.
         """
         if self._uses_te("experts"):
             # 0.16.1 has a second argument, for the legacy grouped MLP.
@@ -239,7 +239,7 @@ def provider(
 
     `norms_add`: norms make the sums of the residual stream that they read. `packed`: the
     implementation of the rotary op that norms and turns queries and keys as they are unpacked.
-    `fp8`: what linear layers and experts multiply in, if they are ours; `operands`: norms and
+    `fp8`: the format of products in our linear layers and experts; `operands`: norms and
     activations quantise for them.
 
     Raises `BadEnvironment` where `te` is named but TransformerEngine does not import, `ValueError`
@@ -412,7 +412,7 @@ def mlp_spec(config: Any, provider: Provider, experts: int | None) -> Any:
 
 
 def layers_of(mlp: Any) -> Any:
-    """Return the two layers of an MLP's specification, or of what makes one since 0.19."""
+    """Return the two layers of an MLP's specification, or of its factory since 0.19."""
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 

@@ -111,8 +111,8 @@ def _attached(router: Any, onto: Tensor, loss: Tensor) -> Tensor:
 def within_capacity(
     router: Any, weights: Tensor, chosen: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights and the map [t, e] of what experts with a capacity take of `chosen` [t,
-    e].
+    """Return the weights and the map [t, e] of the choices in `chosen` [t, e] that experts with a
+    capacity accept.
 
     It is that of the `tokens` [t] that are true. What is computed with one shape in every step has
     room for the capacity of all positions.

@@ -31,7 +31,7 @@ class Cache(StaticInferenceContext):
     Each attention layer keeps its keys and values in it: [length, rows, key heads of this rank,
     head size], MLA those that it makes of the compressed ones. A layer of linear attention or of
     Mamba-2 keeps a state in `states`, by its number and the tokens that were read. `last_only`:
-    what is read has no padding, and the logits are those of the last token only.
+    the input has no padding, and the logits are those of the last token only.
 
     Inside `decoding`, the device holds the place of the token that is read, so that a step issues
     the same work for each token; each row may have a place of its own.
@@ -51,8 +51,8 @@ class Cache(StaticInferenceContext):
         return self.sequence_len_offset
 
     def advance(self, tokens: int) -> None:
-        """Count tokens as read after all chunks of the model have seen them; what was padding is
-        written over.
+        """Count tokens as read after all chunks of the model have seen them; later tokens overwrite
+        padding.
         """
         self.increment_sequence_len_offset(tokens)
 
@@ -223,7 +223,7 @@ class CachedSelfAttention(SelfAttention):
         )
 
     def _allocate_memory(self, *args: Any, **given: Any) -> Tensor:
-        # A hidden value has the weight 0, and 0 times what memory may hold is not always 0.
+        # A hidden value has the weight 0, and 0 times NaN in uninitialised memory is not 0.
         memory: Tensor = super()._allocate_memory(*args, **given)
         return memory.zero_()
 

@@ -46,10 +46,10 @@ class Context:
         return slice(first, first + share)
 
     def positions(self, tokens: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-        """Return places [outer ranks, tokens of a block] in the batch of what each ring rank holds
-        after the exchange.
+        """Return places [outer ranks, tokens of a block] in the batch of the tokens that each ring
+        rank holds after the exchange.
 
-        `tokens` is what one rank holds before it.
+        `tokens` is the number that one rank holds before it.
         """
         every = context_positions(tokens * self.group.size(), self.group.size(), cu_seqlens, device)
         return every.view(-1, self.inner_size * tokens)
@@ -85,8 +85,8 @@ class Context:
         return parts.permute(1, 2, 0, 3).reshape(-1, b, self.inner_size * w)
 
     def pass_on(self, x: Tensor) -> Passing:
-        """Begin to send `x` to the next rank of the ring, and to receive what the rank before sends
-        in this call.
+        """Begin to send `x` to the next rank of the ring, and to receive the tensor that the rank
+        before sends in this call.
         """
         return Passing(x, self.outer)
 
@@ -107,7 +107,7 @@ class Passing:
     Its gradient travels back the same way.
 
     In the backward, `arrived` begins to send the gradient, and the call that gave the block waits
-    for it. Meanwhile the backward of what was computed between the two runs.
+    for it. Meanwhile the backward of the work between the two runs.
     """
 
     def __init__(self, x: Tensor, group: Any) -> None:
@@ -139,7 +139,7 @@ class _Give(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Waits for what was sent; begins to send the gradient the other way round."""
+    """Waits for the sent tensor; begins to send the gradient in the other direction."""
 
     @staticmethod
     def forward(ctx: Any, coming: Tensor, exchange: _Exchange) -> Tensor:

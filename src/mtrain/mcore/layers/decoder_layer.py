@@ -21,8 +21,8 @@ from mtrain.mcore.layers.residual import ResidualNorm, added_by, captured_parts,
 
 @dataclass
 class DecoderLayerSubmodules(TransformerLayerSubmodules):
-    """Submodules of megatron-core's layer, with norms of what attention and MLP add to the residual
-    stream, or of the sum.
+    """Submodules of megatron-core's layer, with norms of the outputs of attention and MLP, or of
+    the residual stream after their sum.
     """
 
     post_self_attn_layernorm: Any = IdentityOp

@@ -81,8 +81,8 @@ def attention_is_plain(attention: Any) -> bool:
 
 
 def trains(given: Mapping[str, Any]) -> bool:
-    """Return whether a call is one of training: with gradients, and without what only inference,
-    packed documents and other attentions need.
+    """Return whether a call is one of training: with gradients, and without arguments that only
+    inference, packed documents and other attentions need.
     """
     return torch.is_grad_enabled() and all(given.get(name) is None for name in _ELSEWHERE)
 
@@ -101,7 +101,7 @@ def forward_layer(
     hidden_states = layer.self_attn_bda(layer.training, fused)(attended, hidden_states, dropout)
     mixed = layer.mlp(layer.pre_mlp_layernorm(hidden_states), padding_mask=padding_mask)
     out = layer.mlp_bda(layer.training, fused)(mixed, hidden_states, dropout)
-    # A view would keep what it is a view of, and some of megatron-core's functions refuse views.
+    # A view would keep its base alive, and some of megatron-core's functions refuse views.
     if out._base is not None:
         out = make_viewless_tensor(inp=out, requires_grad=out.requires_grad, keep_graph=True)
     return out, None

@@ -114,8 +114,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return made
 
     def _begin_splits(self, counts: Tensor) -> None:
-        """Tell all ranks how many rows each expert gets from here, and begin to copy what the host
-        has to know.
+        """Tell all ranks how many rows each expert gets from here, and begin to copy the counts
+        that the host needs.
         """
         ep = self.ep_size
         tp = self.tp_size
@@ -159,7 +159,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return tokens, probs
 
     def _end_splits(self) -> None:
-        """Wait for what was copied to the host."""
+        """Wait for the copies to the host."""
         host, event = self._splits
         if event is not None:
             event.synchronize()
@@ -233,8 +233,8 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return self._summed(hidden_states, self.tp_ep_group) if self.gathers else hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return tokens [s, b, h] from what came back, with the output of shared experts that were
-        computed meanwhile.
+        """Return tokens [s, b, h] from the returned rows, plus the output of shared experts that
+        were computed meanwhile.
         """
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(hidden_states)

@@ -65,7 +65,7 @@ class _Added(torch.autograd.Function):
         into = ctx.weight.main_grad
         # It sorts the ids, so that sums have one order, and the same bits every time.
         into.index_put_((ids.flatten(),), dy.flatten(0, -2).to(into.dtype), accumulate=True)
-        # Of a tied weight the output layer returns what stands for the gradient.
+        # The output layer returns the placeholder of a tied weight's gradient.
         return None if getattr(ctx.weight, "tied_in_stage", False) else nothing(ctx.weight), None
 
 

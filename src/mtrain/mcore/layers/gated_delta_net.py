@@ -25,8 +25,8 @@ DECAYS = (1.0, 16.0)
 
 
 class OutputNorm(Norm):
-    """RMSNorm of each head whose weight is what it multiplies with, also where other norms keep it
-    less 1.
+    """RMSNorm of each head that multiplies with its weight, also where other norms multiply with
+    1 + weight.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> None:
@@ -68,8 +68,8 @@ class GatedDeltaNet(_GatedDeltaNet):
         """Return hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism,
         to the same.
 
-        Packed sequences begin with an empty state each. With a context the state behind what it has
-        read is gone on from, and kept there.
+        Packed sequences begin with an empty state each. With a context, the scan continues from the
+        state after the tokens that it has read, and stores the new state there.
         """
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         k = self.qk_dim // self.tp_size

@@ -258,7 +258,7 @@ class _GroupedLinear(nn.Module):
         return result
 
     def offsets_of_expert(self, i: int, sharded_offsets: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the place of this rank's expert `i` among all, behind what counts layers."""
+        """Return the place of this rank's expert `i` among all, after the offsets of layers."""
         first = self._groups.ep.rank() * self.num_gemms
         experts = self._groups.ep.size() * self.num_gemms
         return (*sharded_offsets, (len(sharded_offsets), first + i, experts))

@@ -44,8 +44,8 @@ class _Product:
     gradient_accumulation_fusion: bool
 
     def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:
-        """Return as megatron-core's; what comes with the input in FP8 is handed on, which a copy of
-        the input would lose.
+        """Compute megatron-core's forward; pass on the FP8 operand that comes with the input, which
+        a copy of the input would lose.
         """
         if not self.takes_operands:
             return self._on_this_rank(input_, *args, **more)
@@ -57,7 +57,7 @@ class _Product:
             self.__dict__["_operand"] = None
 
     def _on_this_rank(self, x: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Any]:
-        """Return as megatron-core's forward, which also does what only several ranks need."""
+        """Compute megatron-core's forward without the parts that only several ranks need."""
         if self._alone is None:
             config = self.config
             self._alone = (
@@ -112,8 +112,8 @@ class _Product:
         fused = self.impl == ON_CPU and _adds_in_place(input, weight)
         forward_only = input.is_cpu and not torch.is_grad_enabled()
         fast = self.impl == ON_CPU and (fused or forward_only or fits(input, weight))
-        # megatron-core keeps what only it can do: its own fusion, and a buffer for the gradient of
-        # the output.
+        # megatron-core keeps two cases that only it handles: its own fusion, and a buffer for the
+        # gradient of the output.
         asked = more.get("gradient_accumulation_fusion", False) and not fused
         if asked or not fast or more.get("grad_output_buffer") is not None:
             given: dict[str, Any] = {
@@ -252,7 +252,7 @@ def parameter_of(weight: Tensor) -> Tensor:
 
 
 def nothing(weight: Tensor) -> Tensor:
-    """Return what autograd gets for a gradient that is in `main_grad` already.
+    """Return autograd's placeholder for a gradient that is in `main_grad` already.
 
     The weight of a tied embedding has other gradients, too: for it that is zeros.
     """
@@ -280,7 +280,7 @@ def accumulate_in_products() -> None:
     """Let megatron-core's `gradient_accumulation_fusion` be made by `mtrain_kernels` where there is
     no APEX.
     """
-    # megatron-core looked for APEX when it was imported; this is what it found.
+    # megatron-core looked for APEX when it was imported; this is the result.
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = _Accumulation
         layers._grad_accum_fusion_available = True

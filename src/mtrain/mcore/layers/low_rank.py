@@ -3,7 +3,7 @@
 A layer with an adapter computes W x + s B A x. Where it is several of Hugging Face's layers in one
 (queries, keys and values; gate and up projection), each of them has an A of its own in `lora_a`
 [parts * r, in], and `lora_b` [out, r] has the rows of the weight, each of which is multiplied with
-the A of its part: what `peft` trains for separate layers. `lora_b` is sharded as the rows of the
+the A of its part, as `peft` trains separate layers. `lora_b` is sharded as the rows of the
 weight are, `lora_a` as its columns.
 
 What crosses tensor-parallel ranks is A x, of rank r: it is gathered or reduced before it is
@@ -332,9 +332,9 @@ class _LowRankWhole(_LowRank):
 class _LowRankExperts:
     """This rank's experts' layers of one kind, with an adapter of each.
 
-    No expert-tensor rank has all of an adapter: what is not split with the weight is split along
-    the hidden size, and gathered when it is needed, so that the sum over ranks of its gradient is
-    that of a gather.
+    No expert-tensor rank has all of an adapter: a part that is not split with the weight is split
+    along the hidden size, and gathered when it is needed, so that the sum over ranks of its
+    gradient is that of a gather.
     """
 
     adapter: Adapter

@@ -106,7 +106,7 @@ class Mamba2Mixer(MegatronModule):
     One linear layer makes of each token a gate z, channels x, input B and output C of each group's
     state, and a time step of each head. x, B and C go through a causal convolution of each channel,
     then the state of each head is scanned (`mtrain_kernels.ssd`). Each tensor-parallel rank has
-    whole groups with their heads; under context parallelism, what is convolved and scanned is
+    whole groups with their heads; under context parallelism, inputs of convolution and scan are
     exchanged so that each rank has some heads of all tokens. `impl` is that of the convolution and
     of the scan: `reference`, or `auto` for the fastest that takes a call.
     """
@@ -197,7 +197,8 @@ class Mamba2Mixer(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Mix tokens; each packed document begins with an empty state and an empty convolution.
 
-        With a context the state behind what it has read is gone on from, and kept there.
+        With a context, the scan continues from the state after the tokens that it has read, and
+        stores the new state there.
         """
         mixed, _bias = self.in_proj(hidden_states)
         z, xbc, dt = mixed.split(
@@ -334,8 +335,8 @@ def _ends(packed: Any) -> Tensor | None:
 
 
 def _segments(packed: Any, mixed: Tensor) -> Tensor | None:
-    """Return the document [1, t] of each token of packed samples; what is behind the last is one of
-    its own.
+    """Return the document [1, t] of each token of packed samples; tokens after the last document
+    are one of their own.
     """
     ends = _ends(packed)
     if ends is None:

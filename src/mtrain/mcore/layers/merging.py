@@ -1,7 +1,7 @@
 """Whole weights and their low-rank adapters: which belong together, and the one weight that they
 amount to.
 
-Needs no megatron-core: what reads and converts checkpoints uses it before the adapter to
+Needs no megatron-core: readers and converters of checkpoints use it before the adapter to
 megatron-core is installed.
 """
 

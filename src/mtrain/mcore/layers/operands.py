@@ -25,7 +25,7 @@ BLOCK = 128
 ATTENTION = ("linear_qkv", "in_proj", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
 """Layers of an attention that read the norm in front of it."""
 LATENT = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
-"""Norms within MLA, and what reads them."""
+"""Norms within MLA, and the layers that read them."""
 
 
 class Feeds(NamedTuple):
@@ -148,7 +148,7 @@ def gathered(x: Tensor, operand: Operand, group: Any) -> tuple[Tensor, Operand]:
 
     Forward and backward send eight bits an element and the scales.
     """
-    # The closure holds nothing of the operand: only what the norm saves is kept for the backward.
+    # The closure holds nothing of the operand: the backward keeps only the norm's saved tensors.
     ranks = group.size()
     one = operand.scale.ndim == 1
     # The weight gradient needs the transposed operand, which the backward gathers when it asks.

@@ -22,7 +22,8 @@ _kept: OrderedDict[Any, Places] = OrderedDict()
 
 
 class Places:
-    """The positions [blocks, tokens of a block] of a batch, and what layers have derived from them.
+    """The positions [blocks, tokens of a block] of a batch, with values that layers derive from
+    them.
 
     Everything is made when a layer first asks for it. `blocks` are in the order in which ranks hold
     them; with `ordered`, a layer asks for positions that ascend within each block.

@@ -43,8 +43,8 @@ class RelativePositions(RelativePositionEmbedding):
     def biases(self, length: int, group: Any, hidden: Tensor | None = None) -> Tensor:
         """Return fp32 [b or 1, heads / tp, length, length], -inf where a query does not see a key.
 
-        No query of the decoder sees what is behind it, and none what `hidden` [b, 1, 1, length] is
-        True for. The bias of a distance is added up in fp32 over all pairs that have it.
+        No query of the decoder sees later keys, and no query sees keys that `hidden` [b, 1, 1,
+        length] marks. The bias of a distance is added up in fp32 over all pairs that have it.
         """
         table = self.relative_attention_bias.weight.float()
         if group.size() > 1:
@@ -155,7 +155,7 @@ def encoder_layer(config: Any, provider: Provider) -> Any:
 
 
 def decoder_layer(config: Any, provider: Provider) -> Any:
-    """Return a layer that sees what is before a token, and all that the encoder gave."""
+    """Return a layer that sees earlier tokens and all outputs of the encoder."""
     norm = provider.layer_norm(config.normalization == "RMSNorm")
     cross = api.ModuleSpec(
         module=CrossAttention,

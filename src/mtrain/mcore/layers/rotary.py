@@ -161,5 +161,5 @@ class TwoBases(nn.Module):
         self.get_rotary_seq_len = others.get_rotary_seq_len
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Take what megatron-core's takes."""
+        """Return the angles for the arguments of megatron-core's method."""
         return torch.stack([self.windows(*args, **kwargs), self.others(*args, **kwargs)])

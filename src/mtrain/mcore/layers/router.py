@@ -141,16 +141,16 @@ def tokens_of(router: Any, logits: Tensor, padding_mask: Tensor | None = None) -
     """Return a mask of the positions of `logits` [s, b, e] that are tokens: bool [s * b]; None: all
     are.
 
-    `padding_mask` [s, b] is megatron-core's; where it hands none over, what is known of the
-    micro-batch is looked up.
+    `padding_mask` [s, b] is megatron-core's; if it passes none, the micro-batch's own padding is
+    used.
     """
     padding = padding_of(logits.shape[0], router.tp_group) if padding_mask is None else padding_mask
     return None if padding is None else ~padding.reshape(-1)
 
 
 def count_choices(router: Any, counts: Tensor) -> None:
-    """Add how many tokens chose each expert to what its bias is moved by; not in an evaluation or a
-    recomputation.
+    """Add the number of tokens that chose each expert to the counts that move its bias; not in an
+    evaluation or a recomputation.
     """
     if router.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():

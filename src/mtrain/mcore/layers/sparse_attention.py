@@ -61,7 +61,7 @@ class KeyNorm(nn.Module):
 
 
 class Indexer(MegatronModule):
-    """Queries, keys and weights of scores, from what attention reads; the same on every
+    """Queries, keys and weights of scores, from the input of attention; the same on every
     tensor-parallel rank.
     """
 
@@ -126,13 +126,11 @@ class SparseAttention(CoreAttention):
     by the way.
 
     The indexer reads hidden states and latent queries without their history. The gradient of its
-    loss is made in the forward, multiplied with what the model's loss is (fp16).
+    loss is made in the forward, multiplied with the loss scale of fp16.
     """
 
     requires_dsa_inputs = True
-    """Since 0.19 MLA gives `x` and `qr` to what says so; before, where the configuration's variant
-    is dsa.
-    """
+    """Requests `x` and `qr` from MLA since 0.19; before, the configuration's variant dsa does."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
