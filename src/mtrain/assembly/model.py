@@ -206,7 +206,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "params_dtype": torch_dtype,
     "pipeline_dtype": torch_dtype,
 }
-"""Fields that the tables name by a word or a number, and what makes the object of it."""
+"""Fields whose value is an object that the tables name by a word or a number -> its factory."""
 
 # Fusions that are CUDA kernels, or that torch.compile would have to make first: off unless a table
 # says otherwise.

@@ -180,7 +180,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def digest(device: str) -> str:
-    """Return the SHA-256 of what streams give on a torch device, of whole and cut rows:
+    """Return the SHA-256 of the numbers of streams on a torch device, of whole and cut rows; it is
     `DIGEST` on each.
     """
     whole = hashlib.sha256()

@@ -70,8 +70,8 @@ def initialize(chunks: list[Any], seed: int) -> None:
 
     `mtrain_init_scale` of a parameter gives a factor for each of its rows, from their numbers in
     the whole tensor; `mtrain_init_bound` marks one as uniform between the bound and its negative,
-    `mtrain_init_of_share` as a function of what is uniform in [0, 1). Unmarked parameters (norms,
-    biases, router biases) keep the constants that their modules gave them.
+    `mtrain_init_of_share` as a function of a number that is uniform in [0, 1). Unmarked parameters
+    (norms, biases, router biases) keep the constants that their modules gave them.
 
     Raises:
         RuntimeError: a matrix was neither marked nor constant, so its start would depend on the
@@ -112,7 +112,7 @@ def _of_share(made: Callable[[torch.Tensor], torch.Tensor], bits: torch.Tensor) 
 
 @torch.no_grad()
 def _fill(shard: TensorShard, draw: Callable[[torch.Tensor], torch.Tensor], seed: int) -> None:
-    """Draw the rows of this shard, a block at a time, and keep what belongs to it."""
+    """Draw the rows of this shard, a block at a time, and keep its own columns."""
     # axes that count layers or experts are part of the name: they have one index each
     lead = shard.lead
     values = shard.tensor.view(-1)

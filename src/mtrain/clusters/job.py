@@ -22,7 +22,7 @@ from mtrain.config.schema.run import RunConfig
 MOST_LETTERS = 40
 """Letters of a job's name: Kubernetes appends the numbers of its pods and allows 63."""
 AGAIN = "checkpoint.resume=auto"
-"""The word of a start after the first: it continues what the same job began, or begins it."""
+"""The word of a start after the first: it continues the run of the same job, or begins it."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Job:
 
     @property
     def first(self) -> list[str]:
-        """Return the words that only the first start has: what the user resumes."""
+        """Return the words that only the first start has: the checkpoint that the user resumes."""
         resume = self.run.checkpoint.resume
         return [word(RESUME, resume)] if resume is not None else []
 

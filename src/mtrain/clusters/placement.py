@@ -28,7 +28,7 @@ END_OF_SETTINGS = "END_OF_JOB_JSON"
 
 
 def files(job: Job) -> dict[str, str]:
-    """Return the files next to `run.yaml`: the program, and what it runs where."""
+    """Return the files next to `run.yaml`: the program, and its commands for each machine."""
     run = [*job.words(PLACE), *job.first]
     if job.launch.setup is not None:
         run = ["bash", "-c", shell.SOURCED, "mtrain", job.launch.setup, *run]

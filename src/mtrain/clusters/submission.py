@@ -19,7 +19,7 @@ from mtrain.errors import BadEnvironment, ConfigError, Problem
 
 
 def submit(run: RunConfig, file: Path, tell: Callable[[str], None]) -> None:
-    """Run the commands of a launcher on a job's file, and pass on what each prints.
+    """Run the commands of a launcher on a job's file, and pass on their output.
 
     Raises:
         ConfigError: the launcher has no scheduler, or the scheduler refuses the job.

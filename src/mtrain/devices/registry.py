@@ -23,7 +23,7 @@ def get(name: str) -> Device:
         BadEnvironment: the device cannot be used here, or a plug-in does not load.
     """
     if name == AUTO:
-        # Plug-ins are chosen by name only: `auto` does not depend on what else is installed.
+        # Plug-ins are chosen by name only: `auto` does not depend on other packages.
         cuda = _load(CUDA.name)
         return cuda if cuda.available() is None else _load(CPU.name)
     device = _load(name)

@@ -1,4 +1,4 @@
-"""Every check, in the order of the report, and the exit code of what they found."""
+"""Every check, in the order of the report, and the exit code of their findings."""
 
 from __future__ import annotations
 

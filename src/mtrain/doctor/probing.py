@@ -18,7 +18,7 @@ GRACE_S = 1.0
 
 
 def probe(name: str, *arguments: str, limit_s: float) -> dict[str, Any]:
-    """Return what `python -m mtrain.doctor.probes.NAME ARGUMENTS` prints as JSON; with the key
+    """Return the JSON that `python -m mtrain.doctor.probes.NAME ARGUMENTS` prints; with the key
     `error` if it fails or takes longer than `limit_s` seconds.
     """
     try:

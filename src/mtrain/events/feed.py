@@ -69,7 +69,7 @@ class Mark:
         os.replace(draft, file)
 
     def rewind(self, step: int) -> None:
-        """Count what follows a step as not sent."""
+        """Count everything after a step as not sent."""
         self.step = min(self.step, step)
         self.evaluation = min(self.evaluation, step)
         if self.described > step:
@@ -131,7 +131,7 @@ class Feed:
         self._over.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, and warn of what was not sent."""
+        """Wait for the end of the thread, and warn of events that were not sent."""
         self._thread.join(seconds)
         if self._thread.is_alive() or self.failing:
             warn(

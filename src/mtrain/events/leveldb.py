@@ -1,4 +1,4 @@
-"""Logs in the format of LevelDB, in which some libraries of sinks keep what they have not sent."""
+"""Logs in the format of LevelDB, in which some libraries of sinks keep unsent values."""
 
 from __future__ import annotations
 

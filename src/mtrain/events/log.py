@@ -88,7 +88,7 @@ class Journal:
         return len(self.held) + bool(self.rest)
 
     def write(self) -> None:
-        """Write what is held.
+        """Write the held events.
 
         Raises:
             OSError: the disk refused; the rest stays held.
@@ -135,7 +135,7 @@ class Writer:
         """Add an event of now; never waits."""
         event = {"format": FORMAT, "kind": kind, "time": now(), "step": step, **facts}
         with self._changed:
-            # Only a disk that hangs makes the queue long: the thread holds what is refused.
+            # Only a disk that hangs makes the queue long: the thread holds refused events.
             if len(self._queue) < MOST_HELD:
                 self._queue.append(event)
             else:

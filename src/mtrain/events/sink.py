@@ -80,8 +80,8 @@ class Sink:
         """Connect, and return the last step that the place has, 0 if it has none; None: it cannot
         tell.
 
-        The place may have more than `session.step` or less: a process can be killed after it has
-        sent a step and before it has noted that, or while a library still holds what it was given.
+        The place may have more steps than `session.step`, or fewer: a process can be killed after
+        it sent a step and before it noted that, or while a library still holds unsent values.
         """
         return None
 

@@ -87,7 +87,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Account:
-    """All attempts of a run, and what their seconds are."""
+    """All attempts of a run, and the causes of their seconds."""
 
     home: Path
     attempts: list[Attempt]

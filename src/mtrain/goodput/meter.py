@@ -86,7 +86,7 @@ class Meter:
         """Writes a sign of life at once; set by the log."""
         self.cause = LOADING
         self.done = False
-        """True once all steps are made and saved: what fails after that loses nothing."""
+        """True once all steps are made and saved: a later failure loses nothing."""
         self.first: int | None = None
         self.step = 0
         self.steps = 0
@@ -188,9 +188,7 @@ class Meter:
             self.seconds[self.cause] += spent
 
     def _uncompiled(self) -> None:
-        """Charge what the first step took longer than the next ones as `LOADING`: it compiles
-        kernels.
-        """
+        """Charge the extra seconds of the first step, which compiles kernels, to `LOADING`."""
         first, *others = self._early
         excess = max(0.0, first - max(others))
         self.seconds[LOADING] += excess

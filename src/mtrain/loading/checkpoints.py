@@ -94,13 +94,13 @@ def target_of(argv: list[str], verb: str, usage: str) -> tuple[Path, list[str]]:
 
     Raises:
         ConfigError: the folder is missing, or is neither a run nor a checkpoint.
-        CorruptData: an object at the address is not what was written.
+        CorruptData: an object at the address is damaged.
         BadEnvironment: the store does not answer, or refuses.
     """
     if argv and is_remote(argv[0]):
         return standing_for(argv[0]), argv[1:]
     if not argv or "=" in argv[0]:
-        # The last word is what is done: `convert export` exports.
+        # The last word is the verb: `convert export` exports.
         rule = f"cannot {verb.split()[-1]} because a run folder or checkpoint folder is missing"
         raise ConfigError.of("MT002", "", None, rule, usage)
     target = Path(argv[0]).expanduser()
@@ -117,7 +117,7 @@ def standing_for(url: str) -> Path:
 
     Raises:
         ConfigError: there is no committed checkpoint.
-        CorruptData: an object is not what was written.
+        CorruptData: an object is damaged.
         BadEnvironment: the store does not answer, or refuses.
     """
     place = Place(url)

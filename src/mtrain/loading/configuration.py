@@ -21,7 +21,7 @@ from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
 from mtrain.loading import checkpoints, exports, teachers
 
-# Codes of files that are not what they were written as.
+# Codes of damaged files.
 DAMAGE = {"MT611", "MT612", "MT613"}
 # Codes of folders that cannot be written.
 PLACES = {"MT431", "MT432"}
@@ -214,7 +214,7 @@ def settled(
     composed: Composed, machine: Machine, world_size: int | None
 ) -> tuple[Composed, dict[str, str]]:
     """Choose the layout if the user set none, as `tune` does on GPUs and tensor parallel 2 on a
-    CPU, and what makes a step fit the device; return it with the reasons.
+    CPU, and the keys that make a step fit the device; return the run with the reasons.
 
     Raises:
         ConfigError: there is no such layout.

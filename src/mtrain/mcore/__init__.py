@@ -27,7 +27,7 @@ _EXPECTED_WARNINGS = (
 
 
 _OF_THE_ENGINE = r"(.*[/\\])?megatron[./\\]core\b"
-"""Its modules, as warnings name them: by a dotted name, or by the path of what is compiled."""
+"""Its modules, as warnings name them: by a dotted name, or by the path of compiled code."""
 _KNOWN_WARNINGS = (
     # A module of this config is loaded with every optimizer of 0.19.2.
     (r"MimoModelConfig is experimental", UserWarning),

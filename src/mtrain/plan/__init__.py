@@ -1,1 +1,1 @@
-"""Layer 3: what a run will cost, computed without torch."""
+"""Layer 3: the cost of a run, computed without torch."""

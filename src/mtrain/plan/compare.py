@@ -21,8 +21,8 @@ from mtrain.plan.report import report
 PEAKS = "memory.json"
 PLAN = "plan.json"
 ALLOCATED = "peak_bytes"
-# Measured memory of a device -> its prefix before `memory of stage`. torch reports what tensors
-# took and what its allocator held; the driver reports all that is in use.
+# Measured memory of a device -> its prefix before `memory of stage`. torch reports the bytes of
+# tensors and of its allocator; the driver reports all memory in use.
 MEASURED = {ALLOCATED: "", "reserved_bytes": "reserved ", "driver_bytes": "driver "}
 # Planned parts that a measurement cannot see: torch's allocator knows nothing of CUDA's context.
 BESIDE = {ALLOCATED: ("context", "reserve"), "reserved_bytes": ("context",), "driver_bytes": ()}

@@ -183,7 +183,7 @@ def fitted(
         if unsaid or again.granularity == AUTO:
             found |= _recomputation(run, room)
     except ValueError:
-        # The family does not say what it computes, or a rule reports stages that do not fit.
+        # The family counts no operations, or a rule reports stages that do not fit.
         return raw, {}
     change = {key: value for key, (value, _) in found.items()}
     return changed(raw, change), {key: why for key, (_, why) in found.items() if why}

@@ -36,7 +36,7 @@ HOST_BYTES = 300 * MIB
 WORLD_BYTES = 558 * MIB
 # Each further group of ranks that communicate has a communicator. Measured in the same way.
 COMMUNICATOR_BYTES = 389 * MIB
-# Assumed fragmentation of torch's allocator, as a share of what a step allocates in pieces.
+# Assumed fragmentation of torch's allocator, as a share of the memory that a step takes in pieces.
 RESERVE = 0.04
 # A loss in parts computes so many logits at once, for a multiple of CHUNK tokens. The three
 # numbers are those of `mtrain_kernels.linear_cross_entropy`.
@@ -85,19 +85,19 @@ HOW = {
         " answers"
     ),
     "loss": (
-        "counted: what a loss in parts keeps, gradients of its inputs; or all logits; and a"
+        "counted: saved tensors of a loss in parts, gradients of its inputs; or all logits; and a"
         " teacher's outputs of a step"
     ),
-    "recompute": "counted: what is computed again of one layer, or of one group of layers",
+    "recompute": "counted: recomputed tensors of one layer, or of one group of layers",
     "working": (
-        "reasoned: gradients on their way and what an operation needs, or logits of a part of the"
-        " tokens"
+        "reasoned: gradients in flight and an operation's working memory, or logits of a part of"
+        " the tokens"
     ),
     "graphs": (
-        "reasoned: pools of CUDA graphs, which nothing else can use, and copies of what graphs read"
-        " and return"
+        "reasoned: pools of CUDA graphs, which nothing else can use, and copies of their inputs"
+        " and results"
     ),
-    "communication": "reasoned: what is gathered or sent on top of that",
+    "communication": "reasoned: buffers of collectives on top of that",
     "context": (
         "measured: 1,316 MiB on a GPU and 389 for each kind of group that talks; assumed: 300 MiB"
         " on a CPU"
@@ -207,8 +207,8 @@ class StageMemory:
         return {"activations": cache, "loss": 0, "recompute": 0, "working": logits}
 
     def _lessons(self) -> int:
-        """Return the bytes that the last stage keeps of what a teacher says of the micro-batches of
-        a step: the input of its output layer, or the likeliest tokens.
+        """Return the bytes of a teacher's outputs for the micro-batches of a step, which the last
+        stage keeps: inputs of its output layer, or its likeliest tokens.
         """
         teacher = teacher_of(self.run)
         if teacher is None or not self.held[-1].loss:
@@ -233,7 +233,7 @@ class StageMemory:
         return {"activations": 0, "loss": lessons, "recompute": 0, "working": working}
 
     def _graphs(self) -> int:
-        """Return the bytes that CUDA graphs take on top of what the same step takes without them.
+        """Return the bytes that CUDA graphs add to a step.
 
         The memory of a graph stays with it. A whole step and an evaluation have a pool each, and
         copies of their samples. Layers share a pool; what runs between them cannot use it, so the
@@ -286,7 +286,7 @@ class StageMemory:
     def where(self) -> str:
         """Return the moment of the peak in a step, in words."""
         if not self.chunks:
-            return "not known: the family does not say what it keeps"
+            return "not known: the family does not count its saved tensors"
         if self._peak is self._sampling:
             return "while answers are sampled"
         micro = sum(self.in_flight[1])
@@ -401,8 +401,8 @@ def communication_bytes(r: Rank, layer: int) -> int:
     m = r.model
     total = r.tokens * m.hidden_size * r.element if r.gathers_into_buffer else 0
     if p.fsdp != "none":
-        # this layer, the next, and what is in none; gradients of one, and those laid in line to be
-        # reduced
+        # this layer, the next, and weights outside of layers; gradients of one, and those packed
+        # for the reduction
         root = m.padded_vocab_size // p.tp * m.hidden_size
         reduced = r.element + (FP32 if run.precision.grad_reduce_in_fp32 else r.element)
         total += (2 * layer + root) * r.element + max(layer, root) * reduced

@@ -1,4 +1,4 @@
-"""The choice of what a backward recomputes: the cheapest modules or layers with which a step fits.
+"""The choice of recomputation: the cheapest modules or layers with which a step fits.
 
 megatron-core takes one choice for all pipeline stages, so the stage with the highest peak decides.
 Every candidate is planned in full: its peak from the list of saved tensors, its cost from the time
@@ -26,7 +26,7 @@ from mtrain.plan.time.work import Work
 KEYS = ("granularity", "modules", "method", "num_layers")
 Modules = tuple[RecomputeModule, ...]
 PARTS_OF_MOE = frozenset({"moe_act", "shared_experts"})
-# A set of modules is planned where the sum of what they free by themselves is so near to the room.
+# A set of modules is planned if the bytes that each frees by itself add up this near to the room.
 LIKELY = 1.1
 # FLOPs that a device computes while it moves a byte, where its rates are not known: those of an
 # H100 in bf16.
@@ -47,7 +47,7 @@ class Way:
 
     @property
     def words(self) -> str:
-        """Return what is recomputed, in words."""
+        """Return the recomputation in words."""
         again = self.run.parallel.recompute
         if again.granularity == "selective":
             return " ".join(again.modules or ("core_attn",))

@@ -97,8 +97,8 @@ def _replicas(run: RunConfig, stages: Sequence[StageMemory], size: int) -> dict[
 
 
 def recomputation(run: RunConfig) -> list[dict[str, Any]]:
-    """Return the ways to recompute with the bytes that each frees of the peak and the seconds that
-    it adds to a step, and what the last of these bytes cost; empty where the time is not known.
+    """Return the ways to recompute, with the bytes that each frees of the peak, the seconds that it
+    adds to a step, and the cost of the last of these bytes; empty where the time is not known.
     """
     if unknown(run) or family_of(run.model).stage is None or not is_small(run):
         return []
@@ -212,7 +212,8 @@ def notes(run: RunConfig) -> list[str]:
         )
     if not facts_of(run.cluster.device).on_host:
         out.append(
-            "what fused kernels keep follows from their sources, and was not measured on a device"
+            "saved tensors of fused kernels follow from their sources, and were not measured on a"
+            " device"
         )
     if left := left_to_others(run, Equipped()):
         where = "a GPU of no known generation" if run.cluster.sm is None else f"sm_{run.cluster.sm}"

@@ -243,7 +243,7 @@ def alone(run: RunConfig) -> RunConfig:
     apart = apart and not run.objective.pairs
     micro = {"micro_batch_size": 1} if apart else {}
     optim = run.optim.model_copy(update={"cpu_offload": 0.0})
-    # what replaces main weights is the distributed optimizer's, on one rank too
+    # The distributed optimizer's replacements of main weights are there on one rank too.
     parallel = ParallelConfig(
         ranks=1,
         sequence_parallel=False,

@@ -67,7 +67,7 @@ class States:
         return found
 
     def _trained(self, what: str) -> int:
-        """Return the elements of a rank's part of what is trained; experts have fewer copies to
+        """Return the elements of a rank's part of the trained weights; experts have fewer copies to
         shard than other weights.
         """
         sharded = fsdp_shards(self.run, what)
@@ -262,7 +262,7 @@ class Matrix:
     shape: tuple[int, ...]
     """Shape of one rank's part."""
     parts: tuple[tuple[int, int], ...]
-    """Rows and columns of what is taken for a matrix, gathered as far as the update gathers it."""
+    """Rows and columns of each matrix, gathered as far as the update gathers it."""
     expert: bool
     gathered: bool
 

@@ -1,4 +1,4 @@
-"""A step of the pipeline over time: what each stage works on, when it waits, and what it keeps
+"""A step of the pipeline over time: the work of each stage, its waits, and the bytes that it keeps
 meanwhile.
 """
 

@@ -260,8 +260,8 @@ def measure(ranks: Sequence[Profiled]) -> None:
 
 
 def deviations(one: Profiled, planned: Mapping[str, float]) -> dict[str, float]:
-    """Return what operations took beyond the plan of their part, in seconds, by their shares of
-    what the part took; only of parts that the plan has.
+    """Return the seconds of operations beyond the plan of their part, by their shares of the part's
+    time; only for parts that the plan has.
     """
     found = {}
     for name, spent in one.operations.items():

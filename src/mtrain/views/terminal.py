@@ -214,7 +214,7 @@ class Facts:
             yield f"last at {self.run.saved[0]}"
 
     def goodput(self) -> Iterator[str]:
-        """Yield the share of time spent in steps, and what took most of the rest."""
+        """Yield the share of time spent in steps, and the largest other cause."""
         life = self.run.life
         if life is None or not life.wall_s:
             return

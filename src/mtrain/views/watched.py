@@ -1,5 +1,5 @@
 """The state of a run, as the files of its folder show it: nothing is written, and each look reads
-only what is new.
+only new bytes.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Watched:
         return peak, planned, None if size is None else size * GIB
 
     def look(self) -> None:
-        """Read what is new. A file that cannot be read now is read at the next look."""
+        """Read new bytes. A file that cannot be read now is read at the next look."""
         self.fault = ""
         before = (self.place.attempt, self.place.offset)
         try:

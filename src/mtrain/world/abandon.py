@@ -136,7 +136,7 @@ def _take_apart() -> None:
 
 
 def _reset_megatron() -> None:
-    """Reset what megatron-core keeps in its modules."""
+    """Reset the state that megatron-core keeps in its modules."""
     from mtrain.mcore import api as mcore
 
     state = mcore.parallel_state

@@ -1,6 +1,6 @@
 """Faults on purpose, for tests: `--inject FAULT@STEP[:RANK]` has a rank fail while it makes a step.
 
-A kind of fault is one entry of `KINDS`: the moment at which a rank does it, and what it does. The
+A kind of fault is one entry of `KINDS`: the moment at which a rank fails, and the way it does. The
 code that passes a moment calls `reach`. Importing this module does not import torch.
 """
 

@@ -77,8 +77,8 @@ def noting_waits() -> Iterator[None]:
     """Note every `Work.wait` of the main thread.
 
     Collectives of torch, the pipeline transfers of megatron-core and our own exchanges all end in
-    that method, so one place notes them all, and no reader has to guess from a source line what a
-    rank does.
+    that method, so one place notes them all, and no reader has to guess a rank's activity from a
+    source line.
     """
     from torch.distributed import Work
 

@@ -140,7 +140,7 @@ def _insist_on_determinism() -> None:
 
 
 def _prepare(run: RunConfig, env: RankEnv) -> Device:
-    """Import and set up what this rank needs before it meets the others."""
+    """Import and set up everything that this rank needs before it meets the others."""
     if run.trainer.deterministic:
         _insist_on_determinism()
     grid = RankGrid.of(run)

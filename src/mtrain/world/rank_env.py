@@ -111,7 +111,7 @@ class RankEnv:
 
     @property
     def speaks(self) -> bool:
-        """Return whether this rank prints what all ranks of its machine know."""
+        """Return whether this rank prints messages that concern its whole machine."""
         return self.rank == 0 or self.local_rank == 0
 
 

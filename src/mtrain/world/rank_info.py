@@ -120,7 +120,7 @@ class RendezvousState:
 
 
 def faults(state: RendezvousState, config_of: Callable[[str], dict[str, Any] | None]) -> list[str]:
-    """Return what is wrong with the ranks that arrived.
+    """Return the faults of the ranks that arrived.
 
     `config_of` returns the flat configuration of a digest, where it is known.
     """

@@ -201,8 +201,8 @@ class Lack:
 
 
 def awaited(known: Mapping[int, Status]) -> dict[int, Lack]:
-    """Return what each rank lacks that others wait for; only ranks that do not wait themselves, if
-    there are any.
+    """Return the missing call of each rank that others wait for; only of ranks that do not wait
+    themselves, if there are any.
 
     A rank waits for the ranks of its process groups that have launched fewer collectives than it
     has, unless all of its own have ended. Where all have launched equally many, the ranks wait

@@ -86,7 +86,7 @@ class Watchdog:
         # report.
         self.alert_s = max(2 * self.tick_s, self.soft_s - self.silent_s - 2 * self.tick_s)
         self.wakes = run.resilience.in_process
-        """True if a failure of another rank ends what this one waits for."""
+        """True if a failure of another rank ends this one's wait."""
         self.idle_s = 0.0
         """Time since this rank made progress."""
         self.reported = False

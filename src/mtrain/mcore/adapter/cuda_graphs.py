@@ -14,8 +14,8 @@ def whole_steps(schedule: Callable[..., Any], warmup_steps: int) -> Callable[...
     """Return `schedule` of keyword arguments, captured with its backward after so many calls and
     replayed from then on.
 
-    What a micro-batch holds is copied to where the graph reads it; what is returned lies in the
-    memory of the graph until the next call. Calls with and without backward are two graphs.
+    Tensors of a micro-batch are copied to the graph's inputs; results lie in the memory of the
+    graph until the next call. Calls with and without backward are two graphs.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 

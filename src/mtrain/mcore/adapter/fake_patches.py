@@ -28,8 +28,8 @@ def fake_patches() -> Iterator[None]:
     """Make routers choose experts round-robin, so that all have the same load, and ranks report the
     same numbers to each other.
 
-    The choice is made of real numbers among tensors that have none, so that the sizes of what is
-    sent are known.
+    The choice is made of real numbers among tensors that have none, so that sizes of messages are
+    known.
     """
     real_routing = TopKRouter.routing
     real_gather = token_dispatcher.gather_from_sequence_parallel_region
@@ -63,7 +63,7 @@ def fake_patches() -> Iterator[None]:
             real_free(out, *args)
 
     with (
-        # The tracker of losses is global: what is recorded here must not reach real models.
+        # The tracker of losses is global: records of fake models must not reach real ones.
         mock.patch.dict(_tracked(), clear=True),
         _routed_by_shapes(),
         mock.patch.object(TopKRouter, "routing", routing),

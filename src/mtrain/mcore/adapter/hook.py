@@ -384,7 +384,7 @@ def store(key: str, code: CodeType, counts: dict[str, int]) -> None:
         with open(file, "wb") as stream:
             stream.write(marshal.dumps((code, counts)))
         # The ranks of a machine start together and store the same entries. A rename is atomic: no
-        # rank reads what another has half written.
+        # rank reads a file that another has half written.
         os.replace(draft, folder() / key)
         _prune()
     except OSError:

@@ -30,8 +30,8 @@ from mtrain.mcore.layers.linear import accumulate_in_products
 
 
 class Override(NamedTuple):
-    """A name of megatron-core's, what it stands for there, and what an implementation of ours puts
-    in its place.
+    """A name of megatron-core's, its object there, and the object of an implementation of ours that
+    replaces it.
     """
 
     module: Any
@@ -244,8 +244,8 @@ def override_operations(kernels: Any, group_score_topk: int | None = None) -> No
 
     With groups of experts, each worth its `group_score_topk` best scores, routing is ours also
     then: megatron-core's own takes topk // group_topk of them, no other number for DeepSeek-V2 than
-    for DeepSeek-V3. The library of a CPU's products is set where it was chosen, and what adds
-    weight gradients up where the keys ask for that.
+    for DeepSeek-V3. The library of a CPU's products is set where it was chosen, and the function
+    that accumulates weight gradients where the keys request that.
     """
     on_a_cpu = ON_CPU in (kernels.linear, kernels.experts, kernels.loss)
     if on_a_cpu and kernels.cpu_matmul not in (None, "auto"):

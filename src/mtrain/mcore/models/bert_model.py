@@ -230,7 +230,7 @@ class BertModel(SummedLosses, LanguageModule):
         assert self.pooler is not None
         assert self.next_sentence is not None
         if self.config.sequence_parallel:
-            # Every rank computes the same loss of what is gathered, so the backward splits the
+            # Every rank computes the same loss of the gathered tensor, so the backward splits the
             # gradient and does not sum it.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp

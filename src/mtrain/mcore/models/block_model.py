@@ -1,8 +1,9 @@
 """A decoder-only transformer as a hybrid model of megatron-core: attention and MLP of a block are a
 layer each.
 
-Blocks are numbered as the layers of a GPTModel: what depends on the number (windows, positions, the
-losses of routers, formats, caches) is the same, and so is the name of every weight in a checkpoint.
+Blocks are numbered as the layers of a GPTModel: windows, positions, losses of routers, formats and
+caches, which depend on the number, are the same, and so is the name of every weight in a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class BlockLayer(PatternLayer):
 
 
 class BlockStack(Stack):
-    """The stack of a hybrid model that says of its weights what the block of a GPTModel says."""
+    """The stack of a hybrid model that describes its weights as the block of a GPTModel does."""
 
     def __init__(
         self, config: Any, *args: Any, pg_collection: Any, vp_stage: int | None, **kwargs: Any

@@ -1,8 +1,8 @@
 """CLIP's vision transformer and LLaVA's projector, over megatron-core's layers.
 
-megatron-core's own `CLIPViTModel` differs from what was published: it computes patches with a bias,
-needs TransformerEngine for its norms, has no way to the features of an inner layer, and a
-tensor-parallel rank of it draws its own class token. Its layers are what is used here: they know
+megatron-core's own `CLIPViTModel` differs from the published model: it computes patches with a
+bias, needs TransformerEngine for its norms, gives no features of an inner layer, and each
+tensor-parallel rank of it draws its own class token. This module uses only its layers, which have
 tensor parallelism, recomputation and checkpoints.
 """
 
@@ -193,8 +193,8 @@ class VisionTower(MegatronModule):
         return x[1:]
 
     def _patches(self, images: Tensor) -> Tensor:
-        """Return images [n, 3, size, size] to [n, patches, 3 * patch * patch]; what is over at the
-        edges is left out.
+        """Return images [n, 3, size, size] as patches [n, patches, 3 * patch * patch], without
+        incomplete ones at the edges.
         """
         g = self._grid
         p = self._own.patch_size

@@ -323,7 +323,7 @@ def _places(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 
 def _extended(x: Tensor, value: float = -torch.inf) -> Tensor:
-    """Return a copy of x [t, n] with one column more, for what this rank does not have."""
+    """Return a copy of x [t, n] with one column more, for the columns of other ranks."""
     return torch.nn.functional.pad(x, (0, 1), value=value)
 
 

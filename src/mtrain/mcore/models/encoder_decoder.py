@@ -1,4 +1,4 @@
-"""megatron-core's T5 as it was published: see `EncoderDecoder` for what is another's here."""
+"""The published T5 on megatron-core's: `EncoderDecoder` lists the differences."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class EncoderDecoder(SummedLosses, T5Model):
     """megatron-core's T5 on one pipeline stage, which gives the sum of its losses where there are
     labels.
 
-    What megatron-core's has not: an output layer without bias, whose logits are of `logit_scale`
-    times what the decoder gives; biases by distance that are added up in fp32 and made for a rank's
+    It adds to megatron-core's: an output layer without bias, whose logits are made of `logit_scale`
+    times the decoder's output; biases by distance that are added up in fp32 and made for a rank's
     own heads only; dropout behind the final norms and inside of the MLPs; padding that is hidden
     from attention by one mask [b, t]; losses as `SummedLosses` makes them.
     """

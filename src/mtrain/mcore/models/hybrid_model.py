@@ -122,9 +122,9 @@ class Stack(_CoreStack):
     def forward(
         self, hidden_states: Any, attention_mask: Tensor | None = None, **given: Any
     ) -> Tensor:
-        """Return hidden states [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism,
-        to the same; what the output layer reads is divided by `logits_scaling`, and so are the
-        logits.
+        """Compute hidden states from hidden states [s, b, h], or this rank's [s / tp, b, h] under
+        sequence parallelism; the input of the output layer, and with it the logits, is divided by
+        `logits_scaling`.
 
         Under sequence parallelism ranks have other tokens, and drop other ones, as in
         megatron-core's GPTModel.
@@ -227,7 +227,7 @@ class HybridModel(SummedLosses, _CoreModel):
 
     @vp_stage.setter
     def vp_stage(self, value: int | None) -> None:
-        """Ignore what megatron-core assigns: the stage is fixed at construction."""
+        """Ignore the stage that megatron-core assigns: construction fixed it."""
 
     def forward(
         self,
@@ -290,7 +290,7 @@ def stack_spec(
     logits_scaling: float = 1.0,
 ) -> Any:
     """Return the specification of the layers `layers` of a stage, with the implementations of a
-    provider; what they add is multiplied with `residual_multiplier`, and logits are divided by
+    provider; outputs of layers are multiplied with `residual_multiplier`, and logits are divided by
     `logits_scaling`.
     """
     norm = provider.layer_norm(config.normalization == "RMSNorm")

@@ -286,8 +286,7 @@ class SummedLosses:
         repeats_mtp: bool = False,
         frequencies: Frequencies | None = None,
     ) -> None:
-        """Give what megatron-core made of a language model, whose classes it names itself, what it
-        lacks.
+        """Complete a language model that megatron-core built of classes of its own choice.
 
         `soft_cap` bounds logits as `OutputLayer` says, and `logit_scale` multiplies them; an output
         layer of its own starts with the deviation `output_init_std`, where that is given. The

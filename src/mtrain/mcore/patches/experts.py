@@ -36,8 +36,8 @@ def router_gemm() -> None:
     upstream="#5047",
 )
 def moe_loss_tokens() -> None:
-    """Weigh balancing and z-losses with the tokens of all ranks that share them, and what a step is
-    divided by.
+    """Weigh balancing and z-losses with the tokens of all ranks that share them, and with the
+    divisor of a step.
     """
     cls = core("transformer.moe.router").TopKRouter
     attach = cls.attach_and_log_load_balancing_loss
@@ -150,7 +150,7 @@ def routed_padding() -> None:
     UNTIL_0_16,
 )
 def expert_gradients() -> None:
-    """Mark experts that are sharded otherwise than dense weights as what they are."""
+    """Mark the weights of experts that are sharded otherwise than dense weights."""
     cls = core("transformer.moe.moe_layer").MoELayer
     original = cls.__init__
 
@@ -175,8 +175,8 @@ def expert_gradients() -> None:
     "#5916",
 )
 def expert_norm() -> None:
-    """Count what an expert holds whole once for each group that shares the expert, in main weights
-    too.
+    """Count an expert's replicated weights once for each group that shares the expert, in main
+    weights too.
     """
     package = core("tensor_parallel")
     layers = core("tensor_parallel.layers")

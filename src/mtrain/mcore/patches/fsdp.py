@@ -161,8 +161,8 @@ def fsdp_meshes() -> None:
     "everywhere",
 )
 def fsdp_checks() -> None:
-    """Validate what a weight is sharded into within its group, and compare it with no rank of
-    another stage.
+    """Validate the shards of a weight within its group, and compare them with no rank of another
+    stage.
     """
     module = core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
     original = module.make_fsdp_dtensor

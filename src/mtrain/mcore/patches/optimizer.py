@@ -103,7 +103,7 @@ def optimizer_state_before_first_step() -> None:
     NO_TE,
 )
 def optimizer_state_loading() -> None:
-    """Copy what was saved into the moments and the main weight only."""
+    """Copy saved tensors into the moments and the main weight only."""
     cls = core("optimizer.distrib_optimizer").DistributedOptimizer
     original = cls._set_main_param_and_optimizer_states
 
@@ -116,8 +116,7 @@ def optimizer_state_loading() -> None:
             return original(self, model_param, tensors)
         group, order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][order]
-        # "step" is not among what is loaded per parameter, or is a placeholder there;
-        # load_state_dict sets it
+        # "step" is not loaded per parameter, or is a placeholder there; load_state_dict sets it
         for name, state in {"param": main, **self.optimizer.state[main]}.items():
             if name != "step" and name in tensors:
                 state.copy_(tensors[name])
@@ -198,7 +197,7 @@ def offloaded_shards() -> None:
     "everywhere",
 )
 def offloaded_main_weights() -> None:
-    """Copy to host memory what is optimized in the end."""
+    """Copy the weights that are optimized to host memory."""
     cls = core("optimizer.optimizer").Float16OptimizerWithFloat16Params
     original = cls.__init__
 

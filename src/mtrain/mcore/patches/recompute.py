@@ -67,7 +67,7 @@ def recomputed_bias() -> None:
     "everywhere",
 )
 def recomputed_padding() -> None:
-    """Know the padding of its own micro-batch in what is computed again."""
+    """Give a recomputation the padding of its own micro-batch."""
     cls = core("tensor_parallel.random").CheckpointFunction
     original = cls.forward
 

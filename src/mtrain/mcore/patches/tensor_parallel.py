@@ -87,8 +87,8 @@ def uneven_splits() -> None:
     "off CUDA",
 )
 def gathered_pieces() -> None:
-    """Gather what is not one-dimensional as its elements in a row, which is what is returned in any
-    case.
+    """Gather a tensor of several dimensions as its elements in a row, as the function returns it in
+    any case.
     """
     utils = core("tensor_parallel.utils")
     parallel = core("tensor_parallel")

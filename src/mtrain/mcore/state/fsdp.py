@@ -36,7 +36,7 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
       it.
     - While one layer computes, the next one is gathered, in the forward and the backward. Where
       whole layers are run again in the backward, only the backward does so: their second forward
-      would gather what has been used already.
+      would gather weights that have been used already.
     - Replicas (HSDP) are a mesh of two dimensions, and experts that other ranks hold have a mesh of
       their own.
     - A tied embedding is not freed before the output layer has used it.
@@ -49,7 +49,7 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
     ) -> None:
         super(mcore.TorchFullyShardedDataParallel, self).__init__(config=config, module=module)
         self.ddp_config = ddp_config
-        # `fully_shard` replaces the parameters, and what megatron-core has marked on them is lost.
+        # `fully_shard` replaces the parameters, and megatron-core's marks on them are lost.
         attributes = {name: dict(vars(p)) for name, p in module.named_parameters()}
         self._shard(config, device)
         module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
@@ -175,8 +175,8 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
         for owner in deferred:
             del owner.reset_parameters
         if ddp_config.data_parallel_sharding_strategy == "optim_grads_params":
-            # The forward gathers what it needs; what is gathered at the end of a step would be kept
-            # until then.
+            # The forward gathers its weights; weights gathered at the end of a step would stay in
+            # memory until then.
             self.start_param_sync = lambda *_, **__: None
         # 0.19 keeps modules outside of the layers, embedding and output layer, gathered between
         # steps.
@@ -186,7 +186,8 @@ class FullyShardedBuffers(mcore.MegatronFSDP):
 
 
 def communication_elements(model: torch.nn.Module) -> int:
-    """Return elements of two layers: what megatron-core's FSDP may gather and reduce at once.
+    """Return the elements of two layers, as many as megatron-core's FSDP may gather and reduce at
+    once.
 
     Its own default is no less than 10^9 elements, which would gather a small model whole.
     """

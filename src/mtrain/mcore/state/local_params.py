@@ -22,7 +22,7 @@ class LocalParam:
     param: torch.nn.Parameter
     """The parameter as the optimizer knows it."""
     made: torch.nn.Parameter
-    """The parameter as its module made it, with what was noted on it."""
+    """The parameter as its module made it, with its marks."""
     specs: list[ShardSpec]
     weight: torch.Tensor
     """The local memory of its weights, 1-D."""

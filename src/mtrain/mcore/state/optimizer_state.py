@@ -35,7 +35,7 @@ class StateShard:
         """Yield the main weight, unless it is the weight itself, and every moment, by name, each
         1-D.
 
-        Each is the memory itself, or an fp32 copy of what is kept in pieces (see `store`).
+        Each is the memory itself, or an fp32 copy of a tensor in another format (see `store`).
         """
         # An fp32 weight is its own main weight: the same memory, saved once.
         main = local(self.main)
@@ -54,7 +54,7 @@ class StateShard:
                 yield name, local(value)
 
     def store(self, name: str, value: torch.Tensor) -> None:
-        """Keep what was written to a tensor of `tensors` that was a copy."""
+        """Store the values of a tensor of `tensors` that was a copy."""
         kept_as = MASTER if name == "main_weight" else name
         if kept_as in self._in_pieces():
             own: Any = self.inner

@@ -1,5 +1,5 @@
 """The class that megatron-core builds its optimizers of: torch's, TransformerEngine's, or one of
-ours whose update of an element needs only what belongs to that element.
+ours whose update of an element needs only the state of that element.
 """
 
 from __future__ import annotations

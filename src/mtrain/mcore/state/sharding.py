@@ -66,7 +66,7 @@ def gathered(chunks: list[Any]) -> Iterator[None]:
 
 
 def refresh(chunks: list[Any], optimizer: Any = None) -> None:
-    """Bring what was made from the weights up to date, after they were written through their
+    """Update everything that is derived from the weights, after they were written through their
     shards.
     """
     _forget_gathered(chunks)
@@ -206,7 +206,7 @@ def _copy_to_main_weights(buffers: Any) -> None:
 
 
 def _forget_gathered(chunks: list[Any]) -> None:
-    """Let megatron-core's FSDP wait for gathers under way and free what they gathered."""
+    """Let megatron-core's FSDP wait for gathers under way and free their memory."""
     for chunk in chunks:
         if isinstance(chunk, mcore.MegatronFSDP):
             chunk.module.synchronize_param_gather()

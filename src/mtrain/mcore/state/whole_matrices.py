@@ -33,7 +33,7 @@ class Matrix:
     param: torch.nn.Parameter
     """Parameter of the model: this tensor-parallel rank's part of a weight [rows, columns]."""
     pieces: tuple[tuple[int, int, int], ...]
-    """Rank, first element and end of what a rank has of it, in the order of the elements."""
+    """Rank, first element and end of each rank's part, in the order of the elements."""
     owner: int
     """The rank that computes its update."""
 
@@ -52,7 +52,7 @@ class WholeMatrices:
 
     With `tp_mode` blockwise every tensor-parallel rank takes its own block for a matrix and talks
     to no other: another update than that of the whole, and another one for each degree of tensor
-    parallelism. `work` says what the time for a part of a weight grows with, by its shape.
+    parallelism. `work` estimates the relative time for a part of a weight from its shape.
     """
 
     given = 1
@@ -134,7 +134,7 @@ class WholeMatrices:
             for m in owned
         ]
         updates = self.over_tensor_ranks(group, [m.param for m in owned], whole)
-        # Updates take the places of what arrived, which has been copied into whole matrices.
+        # Updates overwrite the received pieces, which have been copied into whole matrices.
         answer = arrived if many == few else blank(few * sum(taken))
         parts = _named(places, answer, few)
         for m, update in zip(owned, updates, strict=True):
@@ -151,8 +151,8 @@ class WholeMatrices:
     def over_tensor_ranks(
         self, group: dict[str, Any], params: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return each matrix gathered whole, what is computed of it, and this rank's rows or
-        columns of that.
+        """Return each gathered matrix, the result of the computation, and this rank's rows or
+        columns of it.
         """
         if self.alone:
             return self.computed(group, params, made)

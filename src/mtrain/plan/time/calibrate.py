@@ -1,6 +1,6 @@
 """The rates of a machine from measured steps and kernels: least squares of logarithms, each rate
-held near what is expected. Of a GPU, whose data sheet states its rates, only what is reached of
-them is found.
+held near its expected value. A GPU's data sheet states its rates, so only the reached shares of
+them are fitted.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Fit:
 def fitted(
     measured: Sequence[Measured], start: ClusterConfig, kernels: Sequence[Rates] = ()
 ) -> Fit:
-    """Return the cluster `start` with the rates that explain what was measured best.
+    """Return the cluster `start` with the rates that explain the measurements best.
 
     Raises:
         ValueError: the family of a model does not say what its layers compute.
@@ -146,8 +146,8 @@ def _missed(
     start: ClusterConfig,
     reached: Efficiencies,
 ) -> float:
-    """Return how far steps are off in the mean with a host so fast, and how far it is from what is
-    expected; in logarithms.
+    """Return the mean error of steps with a host so fast, plus its distance from the expected
+    speed; in logarithms.
     """
     assert reached.host is not None
     device = device_of(start)
@@ -184,8 +184,8 @@ def _speed(
 
 
 def _products_reached(one: Rates, start: ClusterConfig) -> float:
-    """Return the share that a product would need whose tiles fill the device, for a large one to
-    take what it took.
+    """Return the share of the peak that a product whose tiles fill the device must reach to explain
+    the time of a large one.
     """
     reached = reached_by(start)
     form = one.format

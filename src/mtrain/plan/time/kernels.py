@@ -1,5 +1,5 @@
-"""Seconds of kernels by their shapes: the larger of arithmetic and memory traffic, with what tiles
-leave unused; and of collectives, on the fast links of a domain or on the network, by where the
+"""Seconds of kernels by their shapes: the larger of arithmetic and memory traffic, with unused
+parts of tiles; and of collectives, on the fast links of a domain or on the network, by where the
 ranks of a group are.
 """
 

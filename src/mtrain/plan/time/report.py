@@ -1,5 +1,5 @@
-"""The time of a run as data: a step by part, tokens a second, both MFUs, what the whole run takes
-and costs, and the error of such times.
+"""The time of a run as data: a step by part, tokens a second, both MFUs, the time and cost of the
+whole run, and the error of such times.
 
 The benchmark of the time model measures the error on published runs; this module reads it.
 """
@@ -32,9 +32,9 @@ HOW = {
     ),
     "attention": "the products of attention that are not hidden",
     "memory": (
-        "what norms, activations, rotary positions, routers and the residual stream read and write"
+        "reads and writes of norms, activations, rotary positions, routers and the residual stream"
     ),
-    "host": "what the host takes longer to launch than the device to compute",
+    "host": "extra time that the host needs to launch, beyond the device's time to compute",
     "tp": "tensor and sequence parallelism",
     "cp": "context parallelism",
     "ep": "tokens to their experts and back, and waiting for counts",
@@ -43,7 +43,7 @@ HOW = {
     "reference": "forwards of a teacher or a reference, and of further answers",
     "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
     "optimizer": (
-        "the update: its state read and written, and what is made of whole matrices (muon, soap)"
+        "the update: its state read and written, and products of whole matrices (muon, soap)"
     ),
     "offload": (
         "the update in host memory: gradients sent there, state read and written, weights sent back"
@@ -84,8 +84,8 @@ def time_report(run: RunConfig, checkpoint_bytes: int) -> dict[str, Any]:
 
 
 def _statistics(run: RunConfig, step: StepTime) -> dict[str, float] | None:
-    """Return what `log.statistics` adds to the steps that it describes, and its share of the time
-    of all steps; None where it is off.
+    """Return the seconds that `log.statistics` adds to a step that it describes, and its share of
+    the time of all steps; None where it is off.
     """
     interval = run.log.statistics.interval
     if interval is None:
@@ -226,7 +226,7 @@ class ErrorBar:
 
     kind: str
     of: str
-    """The runs that were compared, and what the fit had not seen of them."""
+    """The runs that were compared, and the parts of them that the fit had not seen."""
     rows: int
     median: float
     p95: float

@@ -1,4 +1,4 @@
-"""The time of a step: micro-batches through the stages of the pipeline, and what is done once."""
+"""The time of a step: micro-batches through the stages of the pipeline, and work done once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepTime:
     parts: Mapping[str, float]
     """Seconds by part, of the slowest stage; they add up to `seconds`.
 
-    Communication: what no computation hides.
+    Communication: the part that no computation hides.
     """
     tokens_per_second_per_device: float
     mfu: float
@@ -215,7 +215,7 @@ def further_forwards(run: RunConfig) -> int:
     """Return how often a step reads its samples in forwards without a backward."""
     o = run.objective
     compared = int(o.refers and o.reference != "precomputed")
-    # Answers to other prompts are read by the policy and by what it is compared with.
+    # The policy and its reference both read answers to other prompts.
     return compared * (1 + o.mismatches) + o.mismatches
 
 

@@ -200,9 +200,8 @@ def _in_units(
 
 
 def _copies(run: RunConfig, shares: Sequence[Share], element: int, gradient: int) -> float:
-    """Return the bytes that torch's FSDP2 reads and writes to take weights out of what it gathers,
-    twice, and to lay gradients in line for their reduction; megatron-core's FSDP computes in the
-    buffers themselves.
+    """Return the bytes that torch's FSDP2 reads and writes to unpack gathered weights, twice, and
+    to pack gradients for their reduction; megatron-core's FSDP computes in the buffers themselves.
     """
     if run.parallel.fsdp != "fsdp2":
         return 0.0

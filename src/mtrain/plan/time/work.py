@@ -49,8 +49,8 @@ class Pairs:
     flops: float
     width: int
     rows: int
-    """Queries of a head, or keys of its window where those are fewer: what a block at an edge is
-    whole against.
+    """Queries of a head, or keys of its window where those are fewer; blocks at an edge waste a
+    part of them.
     """
 
 

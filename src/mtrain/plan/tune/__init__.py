@@ -1,3 +1,1 @@
-"""The search for a layout: what may be chosen, what a choice costs at least, and the
-best of them.
-"""
+"""The search for a layout: the choices, a lower bound of the time of each, and the best of them."""

@@ -90,7 +90,7 @@ def described(run: RunConfig) -> bool:
 
 
 def cleared(raw: UnresolvedRun, said: Values) -> UnresolvedRun:
-    """Return `raw` with everything that is searched at its default, except for what was set."""
+    """Return `raw` with all searched keys at their defaults, except for those that were set."""
     again = type(raw.parallel.recompute).model_fields
     values: dict[str, Any] = {}
     for key in (*KEYS, *SPLIT):
@@ -145,7 +145,7 @@ def refuse(found: Found, task: Task, again: Any) -> None:
     """Report why there is no layout.
 
     Raises:
-        ConfigError: with what would help; not where a rule is broken that no layout decides.
+        ConfigError: with a fix; not where a rule is broken that no layout decides.
     """
     run = task.resolve(task.raw)
     p = run.parallel

@@ -2,8 +2,8 @@
 once.
 
 A layer costs the same wherever the pipeline is cut and however its state is sharded, so few graphs
-are made for many layouts. The numbers leave out little: what a plan says is never much below, and
-the best are planned in full.
+are made for many layouts. The numbers leave out little: the full plan is never much faster, and the
+best layouts are planned in full.
 """
 
 from __future__ import annotations
