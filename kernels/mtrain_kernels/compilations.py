@@ -64,7 +64,7 @@ class _Lookups:
     def __init__(self, *, lists: bool = False, waits: bool = True) -> None:
         self.launches: dict[tuple[str, str], Launch] = {}
         self.lists = lists
-        """Only list what is needed."""
+        """Only list the needed kernels."""
         self.waits = waits
         """Wait for a process that compiles the same; else raise `Busy`."""
 
@@ -90,7 +90,7 @@ class Target:
         return 0
 
     def get_current_target(self) -> Any:
-        """Return what kernels are compiled for."""
+        """Return the target that kernels are compiled for."""
         return self.target
 
 
@@ -147,9 +147,8 @@ def listing(arch: int) -> Iterator[Callable[[], list[Launch]]]:
 
 
 def looked_up(kernel: Any, compile_: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Return what Triton's `compile_` returns for a kernel, and record it; see `_Lookups`.
-
-    The arguments are those of `JITFunction._do_compile`. Raises `Busy`, and what Triton raises.
+    """Return the result of Triton's `compile_` for a kernel, and record it; see `_Lookups`.  The
+    arguments are those of `JITFunction._do_compile`. Raises `Busy`, and Triton's errors.
     """
     name = f"{kernel.module}.{kernel.fn.__qualname__}"
     data = _data(kernel, name, *given)
@@ -175,7 +174,7 @@ def _data(
     attributes: Any,
     *_: Any,
 ) -> str:
-    """Return what `JITFunction.preload` reads; "" where Triton cannot write it."""
+    """Return the text that `JITFunction.preload` reads; "" where Triton cannot write it."""
     from triton.runtime import jit
 
     facts = [name, signature, constants, attributes, options, key]
@@ -273,11 +272,11 @@ def compile_ahead(
 def _work(
     launches: Sequence[Launch], arch: int, given: int, telling: int, begin: Callable[[], None]
 ) -> None:
-    """Compile what the pipe `given` names, tell the results, and end this process."""
+    """Compile the kernels that the pipe `given` names, send the results, and end this process."""
     global _now
     try:
         begin()
-        # The compiler prints what it does not like, which its launch prints again.
+        # The compiler prints its complaints, which the launch prints again.
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)

@@ -1,5 +1,5 @@
-"""The record of what every kernel compiles to, which must not get worse: `compiled.json` and the
-table in the README.
+"""The record of every compiled kernel, which must not get worse: `compiled.json` and the table in
+the README.
 
 `python -m mtrain_kernels.compiled [op ...] [--triton FOLDER]` compiles with the installed Triton,
 or with the one in a folder, and writes both files anew, or the rows of the ops named; a change for
@@ -83,8 +83,8 @@ def numbers(row: Row) -> dict[str, float]:
 
 
 def worse(rows: Iterable[Row], version: str) -> list[str]:
-    """List what is worse than the record of this version of Triton; empty for a version without a
-    record.
+    """List the figures that are worse than the record of this version of Triton; empty for a
+    version without a record.
     """
     record = json.loads(RECORD.read_text()).get(version)
     found = []

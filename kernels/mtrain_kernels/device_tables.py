@@ -1,5 +1,5 @@
-"""Small tables of integers that kernels read on a device: made once for what is in them, without
-waiting for it.
+"""Small tables of integers that kernels read on a device: made once for each content, without
+waiting for the device.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ class DeviceTables:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return whether what is launched now goes into a CUDA graph."""
+    """Return whether a launch now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

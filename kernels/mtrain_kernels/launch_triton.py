@@ -69,7 +69,7 @@ class Kernel(Recorded):
     ) -> Any:
         """Launch the binary for these arguments, which Triton compiles if it is the first time.
 
-        Returns the `CompiledKernel`. Raises what Triton raises.
+        Returns the `CompiledKernel`. Raises Triton's errors.
         """
         active = driver.active
         device = active.get_current_device()
@@ -127,8 +127,8 @@ def _called(hook: Any) -> Any:
 
 
 def _kinds(args: tuple[Any, ...]) -> list[Any] | None:
-    """Return what Triton specialises a kernel for, one value for each argument; None if an
-    argument is neither a tensor nor a number.
+    """Return Triton's specialisation of a kernel, one value for each argument; None if an argument
+    is neither a tensor nor a number.
     """
     kinds: list[Any] = []
     add = kinds.append

@@ -23,7 +23,7 @@ from mtrain_kernels.operators import apply_of
 Library = Literal["blas", "onednn"]
 WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 SMALLEST = 1 << 24  # multiplications below which a call of oneDNN costs more than is won
-# the same for a row or a few without gradients: what takes time is reading the weight
+# the same for a row or a few without gradients, whose time is that of reading the weight
 SMALLEST_WEIGHT = 1 << 17
 # how much faster oneDNN must be measured to be taken: noise does not change the choice
 MARGIN = 1.1
@@ -91,8 +91,8 @@ def linear(
     """Compute `x weight^T + bias` with gradients; `x` [..., k], `weight` [n, k], `bias` [n], the
     result [..., n].
 
-    `gradient(weight, dy, x)` of `dy` [t, n] and `x` [t, k] makes what autograd gets as the weight's
-    gradient; None: `weight_gradient`.
+    `gradient(weight, dy, x)` of `dy` [t, n] and `x` [t, k] makes autograd's gradient of the weight;
+    None: `weight_gradient`.
     """
     if gradient is None and not fits(x, weight):
         return F.linear(x, weight, bias)

@@ -63,15 +63,15 @@ class Call(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Return whether every query sees all keys, or all up to its own: what kernels know without
-        a mask.
+        """Return whether every query sees all keys, or all up to its own, so that no kernel needs a
+        mask.
         """
         return not self.masked and not self.packed and self.window in ((-1, -1), (-1, 0))
 
     @property
     def plain(self) -> bool:
-        """Return whether all fused kernels know it: nothing is hidden but what comes later, and
-        scores are as they are.
+        """Return whether all fused kernels have it: only later keys are hidden, and scores are not
+        changed.
         """
         return self.dense and not self.sink and not self.softcap
 
@@ -101,7 +101,7 @@ def device_of_call(device: torch.device) -> tuple[str, tuple[int, int]]:
 
 
 def _common(call: Call, oldest: tuple[int, int], largest: int) -> Iterator[str]:
-    """Yield what a call asks that no fused kernel of a GPU has."""
+    """Yield the features of a call that no fused kernel of a GPU has."""
     if call.device != "cuda":
         yield f"runs on CUDA only, the tensors are on {call.device}"
     elif call.capability < oldest:

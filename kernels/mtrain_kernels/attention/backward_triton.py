@@ -2,7 +2,7 @@
 those of keys.
 
 Every sum has one owner and one order: there are no atomics, and the same call gives the same bits.
-Key heads that several query heads share are read where they lie, and add up what all of them give.
+Key heads that several query heads share are read in place, and sum the gradients of all of them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def queries_kernel(
         # This gradient reaches every logit times p, as delta does below: the two merge.
         delta -= tl.load(d_lse_ptr + at, mask=inside, other=0.0)
     tl.store(delta_ptr + at, delta, mask=inside)
-    # Logits are in units of log 2 here: exp2 is what the hardware has.
+    # Logits are in units of log 2 here, because the hardware has exp2.
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0) * LOG2E
     q_ptr += b64 * q_batch + h64 * q_head
     q = _rows(q_ptr, start, q_row, s, d, M, 0, D, False, EVEN)

@@ -123,7 +123,7 @@ def explain(
     """Return the backend that `attention` takes for the same arguments, and the reason for each one
     it passes over.
 
-    Raises what `attention` would raise.
+    Raises the errors of `attention`.
     """
     call = _call(q, k, v, causal, window, mask, sink, softcap, dropout_p, cu_seqlens)
     return _decide(call, impl, _refusals(q, k, v, call))
@@ -197,7 +197,7 @@ def _too_many(q: Tensor) -> tuple[str, ...]:
 
 
 def _refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[str, str], ...]:
-    """Return (backend, reason) for what the description of a call does not show."""
+    """Return (backend, reason) for obstacles that the description of a call does not show."""
     found = [*_torch_refusals(q, k, v, call), *(("triton", why) for why in _too_many(q))]
     if torch.compiler.is_compiling():
         found.append(("cpu", "a compiler fuses the definition better"))
@@ -210,8 +210,8 @@ def _torch_refusals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[tuple[
     """
     if call.device != "cuda" or not call.dense or call.sink or torch.compiler.is_compiling():
         return ()
-    # torch decides by what is compared here. Asking it takes the host longer than attention takes
-    # a GPU, because its reasons are warnings.
+    # torch decides by the same comparison. Asking it takes the host longer than attention takes a
+    # GPU, because its reasons are warnings.
     key = (
         call,
         *(x.stride() for x in (q, k, v)),
@@ -375,7 +375,7 @@ def _device_obstacle(name: str) -> Any:
     """Return why a backend cannot run on a device, whatever the call."""
 
     def obstacle(device: torch.device) -> str | None:
-        # The call that most backends take: what they still refuse is the device.
+        # The call that most backends take: they can only refuse the device.
         plain = Call(
             *device_of_call(device),
             torch.bfloat16,

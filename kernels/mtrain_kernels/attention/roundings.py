@@ -1,4 +1,4 @@
-"""Limits of the error of attention in half precision, derived from what fused kernels round.
+"""Limits of the error of attention in half precision, derived from the roundings of fused kernels.
 
 Every fused kernel, torch's and ours, multiplies in half precision and adds up in fp32. Beside the
 results it rounds the probabilities before they meet values, or gradients of outputs, and the
@@ -99,8 +99,8 @@ def _head(
     sink: Tensor | None,
     inputs: Mapping[str, Any],
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return each exact result of a query head, and the sum of squares of what is rounded on the
-    way to it.
+    """Return each exact result of a query head, and the sum of squares of the intermediate values
+    that are rounded.
     """
     scale = inputs.get("scale") or q.shape[-1] ** -0.5
     cap = inputs.get("softcap", 0.0)
@@ -120,7 +120,7 @@ def _head(
     d_p = d_out @ v.mT
     delta = (out * d_out).sum(-1)
     d_z = p * (d_p - delta[:, None]) * slope
-    # of what is rounded in delta
+    # of the values rounded in delta
     shared = (out * d_out).square().sum(-1) + (p * d_p).square().sum(-1)
     through = p * slope  # by which an error of delta goes on
     d_q = scale * (d_z @ k)

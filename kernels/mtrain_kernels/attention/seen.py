@@ -33,8 +33,8 @@ class Seen:
 
     @classmethod
     def of(cls, tokens: int, window: tuple[int, int], cu_seqlens: Tensor | None) -> Seen:
-        """Describe what as many queries as keys see: `window` is (left, right), `cu_seqlens` as in
-        `table`.
+        """Describe the keys that queries see, of which there are as many: `window` is (left,
+        right), `cu_seqlens` as in `table`.
         """
         if cu_seqlens is None:
             return cls(*window)
@@ -59,14 +59,14 @@ def table(
     batch; int32 [2 s + 2 t].
 
     `window` (left, right) hides keys more than so many positions before or behind a query, negative
-    numbers nothing. `cu_seqlens` are the edges of sequences that do not see each other; what lies
-    behind the last is one more. Nothing waits for the device.
+    numbers nothing. `cu_seqlens` are the edges of sequences that do not see each other; positions
+    after the last edge are one more sequence. Nothing waits for the device.
     """
     q_at = q_at.long()
     k_at = k_at.long()
     edges = None
     if cu_seqlens is not None:
-        # An edge beyond all positions makes what lies behind the sequences one more sequence.
+        # An edge beyond all positions makes the rest one more sequence.
         ends = torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int64, device=q_at.device)
         edges = torch.cat([cu_seqlens.long(), ends])
     left, right = window

@@ -135,7 +135,7 @@ def _over_keys(
             z = tl.where(
                 (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None]), z, float("-inf")
             )
-        # Online softmax: as the maximum grows, what was added up so far shrinks by the same factor.
+        # Online softmax: as the maximum grows, the sums so far shrink by the same factor.
         higher = tl.maximum(top, tl.max(z, 1))
         p = tl.exp2(z - higher[:, None])
         shrunk = tl.exp2(top - higher)
@@ -212,7 +212,7 @@ def forward_kernel(
 
 
 def token_major(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an empty [b, n, s, width] whose memory is [s, b, n, width]: what the layer behind
+    """Return an empty [b, n, s, width] whose memory is [s, b, n, width], which the layer after
     attention reads as a view.
     """
     b, n, s, _ = like.shape

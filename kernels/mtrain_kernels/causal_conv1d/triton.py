@@ -172,8 +172,7 @@ def conv_backward_kernel(
     """Compute the gradient of x, and the tile's share of the gradients of weight and bias:
     partial[tile, channel, WIDTH + 1].
 
-    What came out before the activation is computed again rather than stored, for the run and what
-    follows it.
+    The input of the activation is recomputed rather than stored, for the run and the rows after it.
     """
     R: tl.constexpr = T // 8
     batch, block, channel, row, time = _tile_of(times, channels, D, T)

@@ -168,7 +168,7 @@ def _launch(model: Model) -> None:
     logits = torch.empty((1024, model.vocab), dtype=torch.bfloat16, device="meta")
     labels = torch.empty(1024, dtype=torch.int64, device="meta")
     lse = torch.empty(1024, dtype=torch.float32, device="meta")
-    # everything at once; linear_cross_entropy launches what is usual
+    # every option at once; linear_cross_entropy launches the usual ones
     terms = Terms(model.vocab, 0.1, 1e-4, 30.0)
     triton.row_statistics(logits, labels, 0, terms)
     triton.logits_gradient(logits, labels, lse, lse, 0, terms, logits)

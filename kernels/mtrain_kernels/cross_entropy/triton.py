@@ -45,8 +45,8 @@ def _columns(
     COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
     SMOOTHED: tl.constexpr, WEIGHED: tl.constexpr, CAPPED: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of columns to what each eighth of it, which one thread holds, knows of those
-    before.
+    """Add a block of columns to the running statistics of each eighth of it, which one thread
+    holds.
     """
     # Eight neighbours for each thread are one load of 16 bytes in half precision.
     column = start + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]

@@ -22,7 +22,8 @@ class Grouped(NamedTuple):
     wanted.
 
     Of rows `data` [r, k] and `transposed` [k, 128 b] with b blocks; of weights [g, n, k] and [g, k,
-    n]. With one scale for a group's these are [g] in both; `amax` [g] is what they were made of.
+    n]. With one scale for a group's these are [g] in both; `amax` [g] are the maxima that they were
+    made from.
     """
 
     data: Tensor

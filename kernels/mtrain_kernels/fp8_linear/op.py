@@ -131,12 +131,12 @@ def fp8_linear(
     the implementation of that activation, x is [..., 2 k], gate and up side by side, and the
     activation is made on the way into FP8.
 
-    The result [..., n] has the format of x. `gradient(weight, add)` returns what autograd gets;
+    The result [..., n] has the format of x. `gradient(weight, add)` returns autograd's gradient;
     `add(into)` adds the gradient [n, k] to a buffer, summed in fp32. None: autograd gets the
-    gradient, rounded to the format of the weight. `impl` is
-    `reference`, `triton`, `torch` (cuBLAS: tensorwise on sm_89 and newer, blockwise on sm_90, all
-    sizes by 16) or `auto`. Raises `ValueError` for an unknown recipe, `Unavailable` where the named
-    implementation cannot run, in the backward if that is where it cannot.
+    gradient, rounded to the format of the weight. `impl` is `reference`, `triton`, `torch` (cuBLAS:
+    tensorwise on sm_89 and newer, blockwise on sm_90, all sizes by 16) or `auto`. Raises
+    `ValueError` for an unknown recipe, `Unavailable` where the named implementation cannot run, in
+    the backward if that is where it cannot.
     """
     if recipe.kind not in ("tensorwise", "blockwise"):
         raise ValueError(f"no recipe {recipe.kind!r}; choose tensorwise or blockwise")
@@ -335,7 +335,7 @@ def adds_at_once(device: torch.device) -> bool:
     """Return whether products add to a matrix themselves: on a GPU if parity has proven that on its
     generation, and on a CPU.
 
-    Otherwise a separate pass adds what they return.
+    Otherwise a separate pass adds their results.
     """
     return kind_of(device) != "cuda" or _proven(*cuda_capability(device))
 

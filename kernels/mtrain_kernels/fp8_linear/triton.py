@@ -26,7 +26,7 @@ def scaled_product_kernel(
     GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the product; `ROWS` of an operand share a scale for each 128 columns, 0:
-    one is for all. `ADD` it to what y holds.
+    one is for all. `ADD` it to the content of y.
     """
     program = tl.program_id(0)
     down = tl.cdiv(m, TILE)

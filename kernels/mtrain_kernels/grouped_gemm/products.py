@@ -1,5 +1,5 @@
-"""The registered products of rows with their groups' weights, forward and backward; `op` says what
-they take.
+"""The registered products of rows with their groups' weights, forward and backward; `op` describes
+their arguments.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ EXACT = {
 
 
 def candidates(product: str, x: Tensor, descriptors: bool) -> list[Tile]:
-    """Return the tiles of the table that can run on `x`; `descriptors`: whether TMA may read what
-    lies next to it.
+    """Return the tiles of the table that can run on `x`; `descriptors`: whether TMA may read the
+    memory next to it.
     """
     # Rows that a descriptor reads are multiples of 16 bytes.
     tma = descriptors and capability(x.device) >= 90 and x.shape[-1] * x.element_size() % 16 == 0
@@ -97,8 +97,8 @@ def candidates(product: str, x: Tensor, descriptors: bool) -> list[Tile]:
 def tile_for(
     product: str, x: Tensor, rows: int, n: int, k: int, groups: int, descriptors: bool
 ) -> Tile:
-    """Return the tile of a product of `TABLES`: what was measured for this class of shapes, or the
-    first.
+    """Return the tile of a product of `TABLES`: the fastest measured one for this class of shapes,
+    or the first.
 
     The choice depends on the device, the dtype, the sizes and the recorded measurements, not
     on timing.

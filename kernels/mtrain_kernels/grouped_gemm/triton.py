@@ -439,7 +439,7 @@ def gated_product(
     """Return the activation `kind` [r, n / 2] of `rows_product` [r, n], times `share` [r], and that
     product.
 
-    The upper half of a weight [n, k] makes gates, the lower what they gate.
+    The upper half of a weight [n, k] makes gates, the lower half the values that they gate.
     """
     places = Places.of(weights)
     x = x.contiguous()

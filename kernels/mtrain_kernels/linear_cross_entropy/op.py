@@ -27,7 +27,7 @@ class Buffer(NamedTuple):
     into: Tensor
     """[v_local, h], in fp32 for a weight in half precision."""
     added: Callable[[Tensor], Tensor]
-    """A function of the weight, whose gradient is in the buffer: returns what autograd gets."""
+    """A function of the weight, whose gradient is in the buffer: returns autograd's placeholder."""
 
 
 class Losses(NamedTuple):
@@ -78,16 +78,15 @@ def linear_cross_entropy(
     `sequence_parallel` `hidden` is this rank's [t / ranks, h], gathered here, and its gradient this
     rank's part. `chunk` is how many tokens are done at a time, by default as many as make `logits`
     logits (2^27, or 2^22 on a CPU). The gradient of a weight in half precision is added up over
-    more than three chunks in fp32, at 4 bytes an element until it is rounded: what is off is less
-    than two roundings of the sum, however many chunks there are. `gradient(weight, dweight,
-    factor)` makes what autograd gets as the weight's gradient of one in fp32 and the scalar that it
-    is to be multiplied by: it may add both to where those are kept. To a `Buffer` the forward adds
-    the gradient, chunk by chunk; a sum whose gradient is not 1 then raises `RuntimeError`, on a GPU
-    as an assertion of the device. `class_weights` [vocab_size]
-    weigh classes, as in torch's cross entropy; the sum is not divided by them. `ranked` asks for
-    `hits`. The loss and the remaining arguments, also the errors raised, are those of
-    `cross_entropy`; rows of the weight from `vocab_size` on are padding, take no part, and have a
-    gradient of 0.
+    more than three chunks in fp32, at 4 bytes an element until it is rounded: the error is below
+    two roundings of the sum, however many chunks there are. `gradient(weight, dweight, factor)`
+    makes what autograd gets as the weight's gradient of one in fp32 and the scalar that it is to be
+    multiplied by: it may add both to where those are kept. To a `Buffer` the forward adds the
+    gradient, chunk by chunk; a sum whose gradient is not 1 then raises `RuntimeError`, on a GPU as
+    an assertion of the device. `class_weights` [vocab_size] weigh classes, as in torch's cross
+    entropy; the sum is not divided by them. `ranked` asks for `hits`. The loss and the remaining
+    arguments, also the errors raised, are those of `cross_entropy`; rows of the weight from
+    `vocab_size` on are padding, take no part, and have a gradient of 0.
     """
     _require(hidden, weight, labels, size_of(group) if sequence_parallel else 1)
     terms = _terms(

@@ -60,7 +60,7 @@ def product_kernel(
             b = tl.load(right + i, mask=(c < columns)[None, :] & here[:, None], other=0.0)
         x = dot(a, b, x, EXACT)
     held = (c < columns)[None, :]
-    # Statistics are of what is stored, so that the probabilities of the backward add up to 1.
+    # Statistics are of the stored numbers, so that the probabilities of the backward add up to 1.
     rounded = cast(x, x_ptr.dtype.element_ty)
     if KEPT:
         place = logits_ptr + r.to(tl.int64)[:, None] * logits_stride + c[None, :]

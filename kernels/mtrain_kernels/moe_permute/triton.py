@@ -119,7 +119,7 @@ def spread(
     count = source.shape[0]
     hidden = tokens.shape[1]
     rows = tokens.new_empty(count, hidden)
-    # what is dropped has no row
+    # dropped tokens have no row
     d_weights = None if results is None or weights is None else torch.zeros_like(weights)
     if rows.numel() == 0:
         return rows, d_weights

@@ -12,17 +12,17 @@ from torch import Tensor
 from mtrain_kernels.launch_triton import kernel
 from mtrain_kernels.runtime import cast, ceil_div, on_device_of, power_of_two, sigmoid
 
-# the key of what must not be chosen, below that of minus infinity
+# the key of an expert that must not be chosen, below that of minus infinity
 LEAST = tl.constexpr(-0x80000000)
 TINY = tl.constexpr(1e-20)
-# scores that one program holds: a warp, so that what is greatest is found without shared memory
+# scores that one program holds: a warp, so that it finds the greatest without shared memory
 ELEMENTS = 512
 
 
 @triton.jit
 def _key(value, live):
-    """Return int32 in the order of the floats: NaN greatest, -0 like 0; what is not live is least
-    of all.
+    """Return int32 in the order of the floats: NaN greatest, -0 like 0; scores that are not live
+    are least of all.
     """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     # As integers negative floats are in reverse order, which flipping their lower bits mends.

@@ -20,12 +20,12 @@ def newton_schulz(
     dtype: torch.dtype = torch.bfloat16,
     impl: str = "auto",
 ) -> Tensor:
-    """Return each matrix [..., m, n] with its singular values near 1: what Muon adds to a weight;
+    """Return each matrix [..., m, n] with its singular values near 1, as Muon adds it to a weight;
     no gradients.
 
     Worked out in `dtype`; two of three products of a step are symmetric, and `triton` makes half of
-    them. Raises `ValueError` for what is no matrix, `Unavailable` where the named implementation
-    cannot run. See `reference.newton_schulz`.
+    them. Raises `ValueError` for a tensor that is no matrix, `Unavailable` where the named
+    implementation cannot run. See `reference.newton_schulz`.
     """
     if gradient.dim() < 2:
         raise ValueError(f"newton_schulz takes matrices, not {tuple(gradient.shape)}")

@@ -191,7 +191,7 @@ def _norm_backward(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep what was normed and the statistics of its rows."""
+    """Keep the normed tensor and the statistics of its rows."""
     x, residual, weight, bias, _, ctx.zero_centered, ctx.subtract_mean = inputs
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
@@ -201,7 +201,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.has_bias = bias is not None
     ctx.dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
-    # With a residual the sum is what was normed, and x itself is not kept.
+    # With a residual the sum was normed, and x itself is not kept.
     ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
 
 

@@ -1,8 +1,8 @@
 """Norms whose result leaves in FP8, too, for the linear layer behind: contract and gradients.
 
-The operand is made on the way out of the norm, to the bit what `quantize` would make of its result.
-Transposed, for the gradient of the linear layer's weight, it is made again in the backward from
-what the norm keeps: nothing is kept for it.
+The norm's kernel also writes the operand, with the bits of `quantize` of its result. The transposed
+operand, for the gradient of the linear layer's weight, is made again in the backward from the
+norm's saved tensors, so it takes no memory.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def norm_quantized(
 
 
 def _again(*kept: Tensor | None, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return the operand transposed [h, m] and its scale, from what the norm keeps."""
+    """Return the operand transposed [h, m] and its scale, from the norm's saved tensors."""
     *made_from, whole = kept
     q, scale = _codes(*made_from, *options, True)
     format, layout = options[2:]

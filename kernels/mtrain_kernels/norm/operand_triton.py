@@ -87,7 +87,7 @@ def codes(
     layout: str,
     transpose: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel on what was normed, `x` [..., h]: bytes [m, h], or transposed [h, m], and
+    """Launch the kernel on the normed tensor, `x` [..., h]: bytes [m, h], or transposed [h, m], and
     their scales.
 
     With a `multiplier` [1] scales are empty; without, codes are transposed and scales [h, ceil(m /

@@ -26,8 +26,8 @@ def _along(x, ROWS: tl.constexpr):
     """Sum each row; all code that follows gets the same number.
 
     Where y is written in one layout and its codes in another, Triton 3.6 makes the row and its sum
-    in both. The two sums, in two orders, differ in the last bit now and then, and what is quantised
-    is then not what is written. The sum of a single row is a scalar, which has no layout.
+    in both. The two sums, in two orders, differ in the last bit now and then, and the codes are
+    then not those of the written y. The sum of a single row is a scalar, which has no layout.
     """
     along = tl.sum(x, axis=1)
     if ROWS == 1:
@@ -353,8 +353,8 @@ def backward(
     zero_centered: bool,
     subtract_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernel: gradients of what was normalised (`x` [..., h]), of the weight
-    and of the bias.
+    """Launch the backward kernel: gradients of the normed tensor (`x` [..., h]), of the weight and
+    of the bias.
 
     `dtotal` is the gradient that reached the new residual directly. The bias gradient is in fp32,
     and empty without a bias.

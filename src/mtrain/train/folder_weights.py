@@ -56,7 +56,7 @@ def load_folder(run: RunConfig, source: Path, chunks: list[Any]) -> None:
             whole = as_tensor(np.ascontiguousarray(words), dtype).view(box.size)
             for shard in met[name]:
                 left[shard.key] -= _fill(shard, box, whole)
-    # A tensor that nothing fills would keep what its memory had.
+    # A tensor that nothing fills would keep random memory.
     short = [key for key, number in left.items() if number]
     if short:
         raise CorruptData(f"{source} does not have all of {', '.join(sorted(short)[:3])}")

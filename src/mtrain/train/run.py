@@ -228,7 +228,7 @@ def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> N
     Only on one rank.
 
     Raises:
-        CorruptData: the checkpoint is not what was written.
+        CorruptData: the checkpoint is damaged.
     """
     with joined(run) as world:
         (chunk,) = build_model(run, world, wrap=False)
@@ -241,7 +241,7 @@ def logits(run: RunConfig, checkpoint: Path, ids: Sequence[int], out: Path) -> N
 
 
 def _begin(context: TrainContext, splits: Splits, paths: Paths, progress: Progress) -> None:
-    """Load what the run begins with, and begin to read its first samples."""
+    """Load the weights that the run begins with, and begin to read its first samples."""
     if paths.checkpoint is not None:
         _resume(context, paths.checkpoint, splits, progress)
     elif paths.weights is not None:

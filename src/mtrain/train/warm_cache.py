@@ -1,8 +1,8 @@
 """Records of the binaries that a run's kernels needed, in Triton's cache, for the next start.
 
-A record belongs to a shape of run: what decides its kernels, the GPU's generation, the sources of
-the kernels and the versions of torch and Triton. It is a hint: what it lacks, and what is stale or
-damaged in it, is compiled at its launch, as without a record.
+A record belongs to a shape of run: the keys that decide its kernels, the GPU's generation, the
+sources of the kernels and the versions of torch and Triton. It is a hint: missing, stale and
+damaged entries are compiled at their launch, as without a record.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def write(path: Path, launches: Iterable[Launch]) -> None:
 
 
 def keep(run: RunConfig, stage: int) -> None:
-    """Record what launches of this process have needed so far, for the next start."""
+    """Record the kernels that this process has launched so far, for the next start."""
     launches = recorded()
     path = record_file(run, stage, os.environ)
     if launches and read(path) != launches:

@@ -61,7 +61,7 @@ def evaluate(
 
     Raises:
         ConfigError: the data has another tokenizer than the model, or no validation split.
-        CorruptData: the checkpoint, the data or the tokenizer is not what was written.
+        CorruptData: the checkpoint, the data or the tokenizer is damaged.
     """
     if run.objective.pairs and run.objective.reference == "precomputed":
         rule = "cannot score other answers than those of the run, whose reference is not kept"

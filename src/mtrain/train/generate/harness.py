@@ -95,7 +95,7 @@ class Model(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the end of a document: what a text without context is scored after."""
+        """Return the end of a document, which stands in front of a text without context."""
         return self._tokenizer.eod or 0
 
     def tok_encode(

@@ -283,7 +283,7 @@ class Sampler:
         None: of all ranks. Return False if a rank stops.
         """
         # Choices, endings and log-probabilities of the texts, and in the last column the requests
-        # to stop: all ranks add up what one of them drew. All are exact in this type.
+        # to stop: all ranks sum the draws of one of them. All are exact in this type.
         device = self.world.torch_device
         sent = torch.zeros((3, len(waiting) + 1), dtype=torch.float64, device=device)
         sent[0, -1] = stops
@@ -341,7 +341,7 @@ class Sampler:
             tokens: ids [rows, length]; each row has padding after its first `lengths` tokens, which
                 takes no capacity of experts.
             positions: [length].
-            take: maps the logits [rows, length, vocabulary] to what is returned.
+            take: maps the logits [rows, length, vocabulary] to the result.
             options: further arguments of the model.
             lengths: tokens of each row.
 

@@ -1,4 +1,4 @@
-"""The hook: what happens around the steps of a run, and the list of a run's hooks."""
+"""The hook: the interface of work around the steps of a run, and the list of its hooks."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ class Hook:
         """
 
     def close(self) -> None:
-        """Release what it holds, however the run ends, also where it or another hook failed."""
+        """Release all resources, however the run ends, also where it or another hook failed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON values; rank 0's is saved. Empty: nothing."""
+        """Return the state that a resumed run needs, as JSON values; rank 0's is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, on every rank, before `start`."""
+        """Restore the state that `state_dict` returned, on every rank, before `start`."""
 
 
 class HookList(Moments):
@@ -203,7 +203,7 @@ def _warn(hook: Hook, moment: str, context: TrainContext, error: Exception) -> N
 
 def reason(error: BaseException) -> str:
     """Return an error in one line: its kind, where that says more than its text, and the text."""
-    # torch's errors are pages long; their first line says what failed.
+    # torch's errors are pages long; their first line names the failure.
     text = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MtrainError):
         return text

@@ -103,7 +103,7 @@ class Checkpoints(Hook):
         return 0 if self.saves is None else self.saves.staging_bytes
 
     def before_update(self, context: TrainContext) -> None:
-        """Wait until the update may change what is being saved, and note how the save is doing."""
+        """Wait until the update may change the saved tensors, and note the progress of the save."""
         if self.saves is None or self.saves.pending is None:
             return
         if self.unsecured:

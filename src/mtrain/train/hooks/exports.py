@@ -120,7 +120,7 @@ class Exports(Hook):
         """True once the run has made its last step."""
 
     def start(self, context: TrainContext) -> None:
-        """Remove what a process that was killed left, and make up for its exports."""
+        """Remove leftovers of a process that was killed, and make up for its exports."""
         if not context.world.is_rank0:
             return
         for draft in (self.home / FOLDER).glob(f"{DRAFT}*"):

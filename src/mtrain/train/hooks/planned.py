@@ -97,7 +97,7 @@ class Planned(Hook):
             # `memory.json` was written by a hook that may have failed.
             try:
                 peaks = peaks_in(self.folder)
-            except MtrainError:  # the run is done: what it wrote of itself does not end it
+            except MtrainError:  # the run is done: a damaged file of its folder must not fail it
                 peaks = {}
             self._say(rows(context.run, self.plan, lines, peaks, saved_in(self.folder)))
 

@@ -16,7 +16,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class KeepTokenizer(Hook):
-    """A copy of the tokenizer, and of what its folder holds about chats and special tokens."""
+    """A copy of the tokenizer, and of its folder's files about chats and special tokens."""
 
     def __init__(self, folder: Path, splits: Splits, named: Path | None) -> None:
         """Copy into `folder`; `named` is the tokenizer that the run names, of which a corpus in the

@@ -62,7 +62,7 @@ class Feed(Protocol):
 
 @dataclass
 class TrainContext:
-    """The model, data and state of a run on this rank, and what its steps share."""
+    """The model, data and state of a run on this rank, which all steps share."""
 
     run: RunConfig
     world: World
@@ -114,12 +114,12 @@ class TrainContext:
 
     @cached_property
     def by_time(self) -> ByTime:
-        """Return the clock of what happens every so many minutes."""
+        """Return the clock of everything that happens every so many minutes."""
         return ByTime(self.run)
 
     @cached_property
     def objective(self) -> Objective:
-        """Return what the run minimises."""
+        """Return the objective that the run minimises."""
         return objective_of(self.run)
 
     @cached_property

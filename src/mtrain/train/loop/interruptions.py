@@ -44,7 +44,7 @@ class StopRequest:
         under nohup, SIGINT where a launcher forwards Ctrl-C itself.
         """
         for name in names:
-            # Ignored signals of the parent are respected; SIGTERM is what schedulers send.
+            # Ignored signals of the parent are respected; schedulers send SIGTERM.
             number = signal.Signals[name]
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
@@ -73,7 +73,7 @@ class ByTime:
         self._last = dict.fromkeys(self._every, self._clock())
 
     def due_on(self, rank: int) -> int:
-        """Return what this rank requests with its next step: only rank 0 requests anything, but for
+        """Return this rank's requests with its next step: only rank 0 requests anything, except for
         a save that failed.
         """
         # Clocks of ranks differ: if each had a say, a step could be due for half of them.

@@ -221,8 +221,8 @@ class Clock:
 
 @contextmanager
 def sync_checks(device: Device, mode: str) -> Iterator[None]:
-    """Set what waiting for the device is inside, by `trainer.sync_debug`: allowed (`none`), a
-    warning or an error.
+    """Make waits for the device inside allowed (`none`), a warning or an error, by
+    `trainer.sync_debug`.
     """
     if mode == "none":
         yield

@@ -90,7 +90,7 @@ class StepResult:
 
     @property
     def due(self) -> int:
-        """Return what the clock of rank 0 requested before this step; see `interruptions`."""
+        """Return the requests of rank 0's clock before this step; see `interruptions`."""
         return int(self.metrics["due"])
 
     @property
@@ -127,7 +127,7 @@ class Launched:
 
     @property
     def due(self) -> int:
-        """Return what the clock of rank 0 requested before this step; waits for its end."""
+        """Return the requests of rank 0's clock before this step; waits for its end."""
         return int(self.metrics["due"])
 
     def result(self) -> StepResult:

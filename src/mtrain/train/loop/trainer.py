@@ -99,7 +99,7 @@ class Trainer:
             known = self.launched if waits else self.launched[:-AHEAD]
             context.stops = any(step.stop for step in known)
             context.by_time.now = due_after(known)
-            # Read it before `_report`: hooks clear what was due once they have done it.
+            # Read it before `_report`: hooks clear requests once they have served them.
             between = self._works_between()
             if waits or context.stops or between:
                 self._report()

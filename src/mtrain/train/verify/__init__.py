@@ -1,1 +1,1 @@
-"""Comparison of layouts: what two of them computed, and the first module in which they differ."""
+"""Comparison of layouts: their results, and the first module in which they differ."""

@@ -1,4 +1,4 @@
-"""A record of what a layout computes, for comparison with another layout; the documents of packed
+"""A record of a layout's results, for comparison with another layout; the documents of packed
 samples are run one by one as the reference of a packed run.
 """
 
@@ -172,7 +172,7 @@ class Row:
 def compare(
     one: Path, many: Path, steps: int, tolerances: dict[str, float], *, zero_centered: bool = False
 ) -> list[Row]:
-    """Compare what `observe` wrote for two layouts: losses, norm and gradients of the first step,
+    """Compare two layouts' records of `observe`: losses, norm and gradients of the first step,
     weights after the last.
 
     With `zero_centered` norms, the factor is compared, which is the weight plus 1: the weight

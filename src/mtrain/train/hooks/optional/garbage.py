@@ -23,7 +23,7 @@ class Garbage(Hook):
         self.was_enabled = False
 
     def start(self, context: TrainContext) -> None:
-        """Collect what building the model left, and turn the automatic collector off."""
+        """Collect the garbage of building the model, and turn the automatic collector off."""
         self.was_enabled = gc.isenabled()
         gc.disable()
         gc.collect()
