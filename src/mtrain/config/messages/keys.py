@@ -106,11 +106,13 @@ def field_of(path: str) -> FieldInfo | None:
 @cache
 def keys() -> dict[str, Key]:
     """Return the schema's annotation of each key and section."""
-    none = Key()
-    return {
-        path: next((item for item in field.metadata if isinstance(item, Key)), none)
-        for path, field in _all_keys().items()
-    }
+    out: dict[str, Key] = {}
+    for path, field in _all_keys().items():
+        key = next((item for item in field.metadata if isinstance(item, Key)), Key())
+        section, _, name = path.rpartition(".")
+        outer = section_in(_all_keys()[section].annotation) if section else None
+        out[path] = key.named(f"{getattr(outer, 'core_prefix', '')}{name}")
+    return out
 
 
 def key_of(path: str) -> Key:
@@ -167,7 +169,7 @@ def _words_of_flag(flag: Flag | None) -> list[str]:
 def flag_of(path: str) -> Flag | None:
     """Return the Megatron-LM flag that sets only the key at `path`; None if there is none."""
     flag = key_of(path).flag
-    return Flag(flag) if isinstance(flag, str) and flag else flag or None
+    return flag if isinstance(flag, Flag) else None
 
 
 def choices_of(path: str) -> tuple[str, ...]:
