@@ -28,7 +28,7 @@ class Family:
 
     keys: Mapping[str, str]
     """Hugging Face's key -> our key, for keys that are copied."""
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     """Our keys with the same value in the whole family."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """The value of a missing key: the default of the family's class in transformers."""
@@ -42,6 +42,23 @@ class Family:
     """Key -> the values that mtrain builds, and a sentence for others."""
     idle: Mapping[str, str] = field(default_factory=dict)
     """Keys that published files have and the class does not read -> a sentence."""
+
+    @classmethod
+    def of(
+        cls, *tables: Mapping[str, Json], more: tuple[Callable[[ConfigFile], None], ...] = ()
+    ) -> Family:
+        """Return the family of tables, each of fields of it; a later one overrides an earlier."""
+        fields: dict[str, Json] = {}
+        for table in tables:
+            for name, values in table.items():
+                fields[name] = fields.get(name, {}) | values
+        return cls(more=more, **fields)
+
+
+def tables_of(module: str) -> Json:
+    """Return the tables in the file `hf_config.json` next to a module."""
+    tables: Json = json.loads(Path(module).with_name("hf_config.json").read_text("utf-8"))
+    return tables
 
 
 class ConfigFile:
@@ -110,6 +127,19 @@ class ConfigFile:
         if not isinstance(value, int | float):
             raise TypeError(f"{key} is not a number")
         return value
+
+    def copy(self) -> None:
+        """Copy the keys that are no more than a copy, and note values that the family lacks."""
+        for theirs, ours in self.family.keys.items():
+            value = self.get(theirs)
+            if value is not None:
+                self.out[ours] = value
+        # after the copies: what a family fixes, no key of a file changes
+        self.out |= self.family.fixed
+        for key, (allowed, text) in self.family.must.items():
+            self.must(key, allowed, text)
+        for key, text in self.family.idle.items():
+            self.idle((key,), text)
 
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
         """Note that a key could not be imported; `value` is the relevant part of its value."""

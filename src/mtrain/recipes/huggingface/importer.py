@@ -107,16 +107,7 @@ def as_text(values: Json) -> Json:
 
 
 def _read(file: ConfigFile, family: Family) -> Draft:
-    for theirs, ours in family.keys.items():
-        value = file.get(theirs)
-        if value is not None:
-            file.out[ours] = value
-    # after the copies: what a family fixes, no key of a file changes
-    file.out |= family.fixed
-    for key, (allowed, text) in family.must.items():
-        file.must(key, allowed, text)
-    for key, text in family.idle.items():
-        file.idle((key,), text)
+    file.copy()
     for more in family.more:
         more(file)
     # null spells what follows from other keys, so that a change of one leaves no contradiction
