@@ -16,6 +16,7 @@ from mtrain.cli.command import WIDTH
 from mtrain.cli.output import refusal, say_json
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import spell
+from mtrain.config.compose.interpolate import at
 from mtrain.config.compose.paths import choices_of_group, find_config, group_names, program
 from mtrain.config.engine.capabilities import of_key, where_it_is
 from mtrain.config.engine.core_fields import feeds
@@ -302,12 +303,9 @@ def _chain(
     return out
 
 
-def _inside(value: Any, path: str) -> str:
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return ABSENT
-        value = value[name]
-    return spell(value)
+def _inside(values: Any, path: str) -> str:
+    value = at(values, path, ABSENT)
+    return ABSENT if value is ABSENT else spell(value)
 
 
 def _with_section(run: RunConfig, path: str) -> RunConfig:

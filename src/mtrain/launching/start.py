@@ -132,7 +132,8 @@ def run_ranks(
                 return _fork(run, home, job, rank, own, listener, share.leave)
             return _execute([home, share.folder or home], rank, own, listener, fingerprints)
 
-        memory = supervisor.memory = Memory(fingerprints)
+        memory = Memory(fingerprints)
+        supervisor.memory = memory
         try:
             supervisor.start(start, share.here, share.first)
         finally:

@@ -74,7 +74,8 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
     if r.layout.cp > 1 and r.layout.cp_comm_type == "all_gather":
         both = r.samples * r.whole * h.groups * (h.width + h.v_width)
         # Keys and values are gathered into one buffer, of which both are views.
-        k = v = Tensor(both * r.element)
+        k = Tensor(both * r.element)
+        v = k
     keeps = [h.q, k, v, out, numbers]
     products = _products(r, h, r.length, r.whole, h.n, r.documents)
     if h.chosen:
@@ -199,7 +200,8 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
             Tensor(b * t * x * a) for x in (n * h.width, groups * h.width, groups * h.v_width)
         )
     elif cp > 1:
-        k = v = Tensor(b * t * groups * (h.width + h.v_width) * a)
+        k = Tensor(b * t * groups * (h.width + h.v_width) * a)
+        v = k
         more = [Tensor(t * INDEX)]
     sink = m.softmax_type != "vanilla"
     given = h.operands

@@ -72,7 +72,8 @@ class Gradients:
         """Keep the gradient of `tensor` until `release`."""
         if tensor not in self._of:
             self._hold(tensor, tensor)
-        owner = self._pinned[tensor] = self._of[tensor]
+        owner = self._of[tensor]
+        self._pinned[tensor] = owner
         self._users[owner] += 1
 
     def release(self, tensor: Tensor) -> None:
@@ -189,7 +190,8 @@ def _forward(g: Graph, block: Block, kept: Collection[Tensor]) -> int:
 
 def rises(g: Graph) -> Rises:
     """Return the peaks of a backward, on top of its start."""
-    end = most = 0
+    end = 0
+    most = 0
     peak = Moment(0, 0)
     for moment in backward(g):
         end = moment.held
@@ -201,7 +203,8 @@ def rises(g: Graph) -> Rises:
 def backwards(graphs: Sequence[Graph]) -> Rises:
     """Return the peaks of several backwards, from the last graph to the first."""
     known: dict[int, Rises] = {}
-    now = most = 0
+    now = 0
+    most = 0
     peak = Moment(0, 0)
     for graph in reversed(graphs):
         if id(graph) not in known:
@@ -218,7 +221,8 @@ def forwards(graphs: Sequence[Graph]) -> int:
     their saved tensors.
     """
     known: dict[int, tuple[int, int]] = {}
-    behind = most = 0
+    behind = 0
+    most = 0
     for graph in reversed(graphs):
         if id(graph) not in known:
             known[id(graph)] = forward(graph), size(graph.kept())

@@ -11,6 +11,7 @@ from typing import Any
 from mtrain.config.compose.choices import is_path
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import spell
+from mtrain.config.compose.interpolate import put
 from mtrain.config.compose.layout_string import parse_layout
 from mtrain.config.compose.paths import choices_of_group, find_config
 from mtrain.config.compose.yaml_reader import load, scalar
@@ -108,14 +109,8 @@ def _nearest(group: str, target: Any, usual: str | None, chosen: Mapping[str, st
 def left_open(written: Delta, keys: Mapping[str, str]) -> Delta:
     """Return the delta with keys to fill in by hand, each with a remark on the reason."""
     for key, why in keys.items():
-        *parents, name = key.split(".")
-        values = written.values
-        for parent in parents if parents != ["recipe"] else ():
-            if not isinstance(values.get(parent), dict):
-                values[parent] = {}
-            values = values[parent]
-        if parents != ["recipe"]:
-            values[name] = None if key in OPEN else MISSING
+        if key.rpartition(".")[0] != "recipe":
+            put(written.values, key, None if key in OPEN else MISSING)
         written.remarks.append(f"fill in {key}: {OPEN[key][0] if key in OPEN else why}")
     return written
 

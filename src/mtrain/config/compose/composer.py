@@ -17,7 +17,7 @@ from typing import Any
 from mtrain.config.compose.choices import is_path, unknown_choice
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.hydra_source import NotComposed, composed, not_composed, quoted
-from mtrain.config.compose.interpolate import drop, leaves, put, refused, resolve_references
+from mtrain.config.compose.interpolate import at, drop, leaves, put, refused, resolve_references
 from mtrain.config.compose.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library, restored
 from mtrain.config.compose.lock_file import edited, upgrade
 from mtrain.config.compose.origins import COMMAND_LINE, Layer, Origins, Setting, as_written
@@ -38,7 +38,7 @@ from mtrain.config.messages.keys import is_under_a_value
 from mtrain.config.messages.problem import distinct
 from mtrain.config.messages.suggestions import default_choices, usual_choice
 from mtrain.config.messages.validate import unknown_key, validate, whole
-from mtrain.config.resolve.model_tokenizer import at, describes_a_model, start_of
+from mtrain.config.resolve.model_tokenizer import describes_a_model, start_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.conf import RuntimeConf
@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtrain.config.compose.library import Library
 from mtrain.errors import ConfigError, Problem
 
 VERSION_BASE = "1.3"
@@ -50,36 +51,6 @@ _NOTES: dict[str, Any] = {
 
 class NotComposed(Exception):
     """An error of Hydra's composition, with the first line of its message."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The content that Hydra gets for the name of a configuration."""
-
-    values: Mapping[str, Any]
-    package: str | None = None
-    """The package that the file names for its values; None: that of its group."""
-
-
-class Library(Protocol):
-    """An interface to everything that can be composed."""
-
-    def part(self, name: str) -> Part | None:
-        """Return the configuration of this name, such as `model/llama3_8b`; None where there is
-        none.
-        """
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a configuration of this name."""
-
-    def is_group(self, name: str) -> bool:
-        """Return whether there is a group of this name."""
-
-    def text(self, name: str) -> str | None:
-        """Return the text of the file of a configuration; None where there is no file."""
-
-    def said(self) -> Hashable:
-        """Return the texts of everything that was read so far."""
 
 
 _Inputs = tuple[str, tuple[str, ...], Hashable]
@@ -135,7 +106,6 @@ class _Source(ConfigSource):
         now = _now()
         now.answer("text", config_path)
         part = now.library.part(config_path)
-        assert part is not None, config_path
         values = {k: v for k, v in part.values.items() if now.whole or k == "defaults"}
         if config_path == now.primary:
             defaults = values.get("defaults", [])

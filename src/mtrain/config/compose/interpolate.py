@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mtrain.config.messages.keys import is_content
@@ -132,6 +132,15 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
+def at(values: Any, path: str, absent: Any = None) -> Any:
+    """Return the value at a dotted key of nested mappings; `absent` where there is none."""
+    for name in path.split(".") if path else ():
+        if not isinstance(values, Mapping) or name not in values:
+            return absent
+        values = values[name]
+    return values
+
+
 def put(values: dict[str, Any], path: str, value: Any) -> None:
     """Set a dotted key of nested mappings; replace any value above it that is no mapping."""
     *parents, last = path.split(".")
@@ -144,9 +153,7 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
 
 def drop(values: dict[str, Any], path: str) -> None:
     """Remove a dotted key of nested mappings, if it exists."""
-    *parents, last = path.split(".")
-    node: Any = values
-    for name in parents:
-        node = node.get(name) if isinstance(node, dict) else None
+    section, _, name = path.rpartition(".")
+    node = at(values, section)
     if isinstance(node, dict):
-        node.pop(last, None)
+        node.pop(name, None)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtrain.config.compose import paths
-from mtrain.config.compose.hydra_source import Part
 from mtrain.config.compose.interpolate import refused
 from mtrain.config.compose.layout_string import parse_layout
 from mtrain.config.compose.recipe import reserved_keys
@@ -33,6 +33,15 @@ GIVEN = "given"
 # it.
 _BEGIN = "\0"
 _DOLLAR = "\ue001"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The content that Hydra gets for the name of a configuration."""
+
+    values: Mapping[str, Any]
+    package: str | None = None
+    """The package that the file names for its values; None: that of its group."""
 
 
 class Library:
@@ -89,9 +98,9 @@ class Library:
         except ValueError:
             return None
 
-    def part(self, name: str) -> Part | None:
-        """Return the content that Hydra gets for a name, and record a problem for everything that
-        Hydra must not see.
+    def part(self, name: str) -> Part:
+        """Return the content that Hydra gets for a name, such as `model/llama3_8b`, and record a
+        problem for everything that Hydra must not see.
 
         Raises:
             ConfigError: the file cannot be read as data.
@@ -126,7 +135,8 @@ class Library:
         if name not in self.documents:
             file = self._file(name)
             assert file is not None, name
-            document = self.documents[name] = load(file)
+            document = load(file)
+            self.documents[name] = document
             self.files[document.source] = file
             self.problems += _refusals(document, name.partition("/")[0] if "/" in name else "")
         return self.documents[name]

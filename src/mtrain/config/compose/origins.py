@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from mtrain.config.compose.dump import override
-from mtrain.config.compose.interpolate import drop, leaves, put
+from mtrain.config.compose.interpolate import at, drop, leaves, put
 from mtrain.config.compose.paths import is_shipped
 from mtrain.config.compose.yaml_reader import Document
 from mtrain.config.messages.keys import field_of, is_content
@@ -219,8 +219,6 @@ def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
 
 def _items_at(document: Document, path: str) -> Iterator[Any]:
     """Yield the items of a list in a file as text."""
-    node: Any = document.values
-    for name in path.split("."):
-        node = node.get(name) if isinstance(node, dict) else None
-    for index, item in enumerate(node if isinstance(node, list) else ()):
+    items = at(document.values, path)
+    for index, item in enumerate(items if isinstance(items, list) else ()):
         yield document.texts.get(f"{path}.{index}", item)

@@ -166,7 +166,9 @@ def bounded(text: str, source: str) -> None:
         ConfigError: it is nested too deep, too large, several documents, or has a tag.
         yaml.YAMLError: it is not YAML.
     """
-    depth = nodes = documents = 0
+    depth = 0
+    nodes = 0
+    documents = 0
     # Events, not nodes: nothing of a hostile file is built before it is known to be small.
     for event in yaml.parse(text, Loader=_LOADER):
         documents += isinstance(event, yaml.DocumentStartEvent)
@@ -269,7 +271,8 @@ class _Reader:
         self.repeated: list[str] = []
         self.lines: dict[str, int] = {}
         self.texts: dict[str, str] = {}
-        self.nodes = self.keys = 0
+        self.nodes = 0
+        self.keys = 0
 
     def value(self, node: yaml.Node, path: str, depth: int) -> Any:
         """Return the value of a node at a dotted path.
@@ -339,7 +342,8 @@ class _Reader:
             raise self.refuse(
                 f"more than {MAX_KEYS} keys with every alias expanded", node, code="MT005"
             )
-        lines[name] = self.lines[path] = line
+        self.lines[path] = line
+        lines[name] = line
         return str(name)
 
     def at(self, node: yaml.Node) -> str:

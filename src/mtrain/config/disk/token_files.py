@@ -133,7 +133,8 @@ class TokenFiles:
         self._file = open(self.idx, "rb")  # noqa: SIM115
         try:
             size = os.fstat(self._file.fileno()).st_size
-            self.header = header = read_header(self.idx, self._file.read(HEADER.size), size)
+            header = read_header(self.idx, self._file.read(HEADER.size), size)
+            self.header = header
             # A header and its ends show a truncated or mismatched file without reading gigabytes.
             first = self._document(0)
             last = self._document(header.indices - 1)

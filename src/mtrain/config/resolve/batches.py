@@ -92,7 +92,8 @@ def samples_of(plan: Sequence[Stage], steps: int) -> int:
 
 def steps_within(plan: Sequence[Stage], samples: int) -> int:
     """Return the largest number of steps that consume at most `samples`."""
-    steps = consumed = 0
+    steps = 0
+    consumed = 0
     for number, size in counted(plan, samples):
         here = min(number, (samples - consumed) // size)
         steps = steps + here

@@ -162,7 +162,8 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
 @cache
 def _count(file: Path, size: int, changed: int) -> int:
     """Return the number of non-empty lines of a file; the cache key changes with the file."""
-    lines = read = 0
+    lines = 0
+    read = 0
     with file.open("rb") as stream:
         while read < COUNTED_BYTES and (block := stream.read(1 << 20)):
             read += len(block)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.compose.interpolate import at
 from mtrain.config.compose.paths import CHECKPOINTS, RESUME_WORDS, user_path
 from mtrain.config.schema.run import RunConfig
 
@@ -90,14 +91,6 @@ def _sha256(file: Path, stamp: tuple[int, ...]) -> str:
 
 
 KEY = "checkpoint.init_from"
-
-
-def at(values: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path; None if it is missing."""
-    node: Any = values
-    for name in path.split(".") if path else ():
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
 
 
 def start_of(

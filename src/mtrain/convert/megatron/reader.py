@@ -245,7 +245,8 @@ def _fill(file: Any, buffer: memoryview, name: str) -> None:
         done += count
 
 
-MAX_PICKLE_BYTES = MAX_DIRECTORY_BYTES = 1 << 20
+MAX_PICKLE_BYTES = 1 << 20
+MAX_DIRECTORY_BYTES = MAX_PICKLE_BYTES
 """Limits of the pickle of one tensor, and of the directory of its four or five entries; usual ones
 are a thousand times smaller.
 """

@@ -182,7 +182,8 @@ def shape_of(
     """Return the shape of a split of which `requested` samples are needed; None for one epoch."""
     tokens = _start(dataset, sequences.stop) - _start(dataset, sequences.start)
     epochs = 1 if requested is None else max(1, -(-(requested * seq_length + 1) // tokens))
-    samples = together = (epochs * tokens - 1) // seq_length
+    samples = (epochs * tokens - 1) // seq_length
+    together = samples
     if epochs > 1 and requested is not None:
         before = ((epochs - 1) * tokens - 1) // seq_length
         if requested - before < int(FINAL_EPOCH * ((tokens - 1) // seq_length)):
@@ -268,7 +269,8 @@ class MegatronSamples(Samples):
         end = _start(dataset, sequences.stop)
         self._cache = cache
         self._take(dataset, sequences, first, end, seq_length, vocab_size, name)
-        self.shape = shape = shape_of(dataset, sequences, seq_length, seed, requested)
+        shape = shape_of(dataset, sequences, seq_length, seed, requested)
+        self.shape = shape
         found = None
         if megatron_cached is not None:
             wanted = megatron_cache.Wanted(

@@ -84,8 +84,8 @@ class IndexCheck:
         self._path = path
         self._file = file
         self._itemsize = itemsize
-        self._lengths, self._pointers, self._documents = lengths, _, documents = arrays
-        self._size = max(len(lengths), len(documents) - 1)
+        self._lengths, self._pointers, self._documents = arrays
+        self._size = max(len(self._lengths), len(self._documents) - 1)
         self._next = 0
 
     def opened(self, *, whole: bool) -> int:

@@ -312,7 +312,8 @@ class CoreAttention(MegatronModule):
         q = query.permute(1, 2, 0, 3)
         # One message a step instead of two.
         both = torch.cat([key, value], dim=-1)
-        out = lse = None
+        out = None
+        lse = None
         for step in range(size):
             # Sent before the block is used, so that the transfer overlaps with its attention.
             coming = context.pass_on(both) if step < size - 1 else None

@@ -24,7 +24,8 @@ class Context:
     def __init__(self, group: Any, kind: str | None) -> None:
         self.group = group
         self.kind = kind or "all_gather"
-        self.inner = self.outer = None
+        self.inner = None
+        self.outer = None
         if self.kind == "a2a":
             self.inner = group
         elif self.kind == "p2p":

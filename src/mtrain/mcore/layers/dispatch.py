@@ -91,7 +91,9 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         learns = getattr(routing_map, LEARNS, True)
         self._pads = self.padded and (learns or self.one_graph)
         if self._pads:
-            self._inputs = self._outputs = self._outputs_tp = None
+            self._inputs = None
+            self._outputs = None
+            self._outputs_tp = None
             self._sent = self._at_fixed_places(routing_map, self.room_factor if learns else None)
         else:
             self._sent = plan(routing_map, self.config.num_moe_experts)

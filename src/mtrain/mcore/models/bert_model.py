@@ -150,7 +150,8 @@ class BertModel(SummedLosses, LanguageModule):
             vp_stage=vp_stage,
         )
         join_layers(self.encoder)
-        self.pooler = self.next_sentence = None
+        self.pooler = None
+        self.next_sentence = None
         if post_process:
             self.head = MaskedTokenHead(config, norm, head_activation)
             self.output_layer = OutputLayer(

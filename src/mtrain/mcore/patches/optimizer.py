@@ -178,7 +178,8 @@ def offloaded_shards() -> None:
         params = param_group["params"]
         # An iterator would be exhausted here, before torch reads it.
         if not isinstance(params, torch.Tensor | list | tuple | set):
-            params = param_group["params"] = list(params)
+            params = list(params)
+            param_group["params"] = params
         for given in [params] if isinstance(params, torch.Tensor) else params:
             # torch also takes pairs of a name and a parameter.
             param = given[1] if isinstance(given, tuple) else given

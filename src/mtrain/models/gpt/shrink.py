@@ -42,7 +42,8 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         heads = groups * p.tp
     if p.cp_comm_type in ("a2a", "a2a+p2p"):  # as many key/value heads as are exchanged
         exchange = (p.hierarchical_cp_sizes or (p.cp, 1))[0]
-        groups = heads = p.tp * exchange
+        groups = p.tp * exchange
+        heads = groups
     update: dict[str, Any] = {
         "num_layers": layers,
         # At least 16 channels for each tensor-parallel rank.

@@ -61,7 +61,8 @@ class Arguments:
                 and (isinstance(word, str) or "=" in start)
             ):
                 name, equals, value = start.partition("=")
-                current = self.flags[name] = []
+                current = []
+                self.flags[name] = current
                 if isinstance(word, Unread):
                     current.append(Unread((value, *word.pieces[1:]) if value else word.pieces[1:]))
                 elif equals:

@@ -179,7 +179,8 @@ class Expander:
                 if "@" in part.text and not items and current == [""]:
                     current = None  # "$@" without arguments is no word
                 pieces = [list(item) for item in items]
-                before = after = False
+                before = False
+                after = False
             else:
                 before, pieces, after = self._split(items)
                 loose = loose or any(

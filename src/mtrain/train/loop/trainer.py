@@ -90,7 +90,8 @@ class Trainer:
                 with sync_checks(context.world.device, mode):
                     self.launched.append(make(context, stop_requested=context.stop_requested))
             except Stopped:
-                context.stops = stopped = True
+                context.stops = True
+                stopped = True
                 self._report()
                 break
             made += 1

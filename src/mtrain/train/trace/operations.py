@@ -52,15 +52,15 @@ class Operations:
         """Count an operation, unless it is a view."""
         skipped = self._skipped.get(func)
         if skipped is None:
-            skipped = self._skipped[func] = (
-                func.is_view or func.namespace == "prim" or func._opname in _NOTHING
-            )
+            skipped = func.is_view or func.namespace == "prim" or func._opname in _NOTHING
+            self._skipped[func] = skipped
         if skipped:
             return
         place = self._modules.get(module)
         if place is None:
             # Layers of a model are alike: their operations are one row of the table.
-            place = self._modules[module] = _INDEX.sub("*", module)
+            place = _INDEX.sub("*", module)
+            self._modules[module] = place
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         key = phase, place, func._overloadpacket._qualified_op_name, shapes, _dtype(tensors, out)
         count = self._counts.get(key, 0)
