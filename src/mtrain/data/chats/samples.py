@@ -17,7 +17,7 @@ import numpy as np
 from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.schema.data import DataConfig
-from mtrain.data.chats.prepare import COLUMNS, LEARNED, META, RECORDS, TABLE
+from mtrain.data.chats.prepare import COLUMNS, LEARNED, RECORDS, TABLE
 from mtrain.data.records import JsonLines
 from mtrain.data.samples.packing import first_fit
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
@@ -459,7 +459,7 @@ def _packed(
 
     def meta() -> dict[str, Any] | None:
         try:
-            counts: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+            counts = cache.read_meta(folder)
             size = 8 * (counts["chats"] + counts["windows"] + 1)
             complete = (folder / WINDOWS).stat().st_size == size
         except (OSError, ValueError, KeyError, TypeError):
@@ -472,7 +472,7 @@ def _packed(
         order, starts = first_fit(sizes.reshape(-1, chats.group).sum(axis=1), data.length)
         (building / WINDOWS).write_bytes(np.concatenate([order, starts]).astype("<i8").tobytes())
         rows = {"kind": "windows", "chats": len(order), "windows": len(starts) - 1}
-        (building / META).write_text(strict_json.dumps(rows) + "\n", encoding="utf-8")
+        cache.write_meta(building, rows)
 
     with writing(folder.parent):
         counts = cache.build_once(folder, meta, make)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import codecs
 import contextlib
 import hashlib
-import json
 import os
 import re
-import shutil
 import stat
 import sys
 import sysconfig
@@ -379,23 +377,22 @@ def _made(
     """Return the corpus in a folder of the cache; build it unless another process does."""
     cache = folder.parent
     built = False
+
+    def make(building: Path) -> None:
+        nonlocal built
+        if folder.exists():
+            note(f"{folder}: damaged or incomplete; building it again")
+        _build(data, text, building, contents, tokenizer)
+        built = True
+
     with writing(cache):
         (cache / "seen").mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # another user's file in a shared folder
             (cache / TAG_FILE).write_text(TAG)
-        with corpora.locked(cache / f"{folder.name}.lock"):
-            corpus = _open(folder)
-            if corpus is None:
-                if folder.exists():
-                    note(f"{folder}: damaged or incomplete; building it again")
-                corpus = _build(data, text, folder, contents, tokenizer)
-                built = True
+        meta = corpora.build_once(folder, lambda: _meta(folder), make)
     if built:
-        corpora.use(folder)
-        with contextlib.suppress(OSError):
-            for gone in corpora.make_room(cache):
-                note(f"{gone}: not used for a long time; removed to make room")
-    return corpus
+        corpora.tidy(cache, note)
+    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
 
 
 def _hash(values: dict[str, Any]) -> str:
@@ -421,45 +418,37 @@ def _absorb(digest: Any, name: str, document: str) -> int:
 
 
 def _open(folder: Path) -> Corpus | None:
-    """Return the corpus in a folder and mark it as used; None unless it is complete and every file
-    has the size it was written with.
-    """
+    """Return the corpus in a folder and mark it as used; None unless it is complete."""
+    meta = _meta(folder)
+    if meta is None or not corpora.use(folder):
+        return None
+    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
+
+
+def _meta(folder: Path) -> dict[str, Any] | None:
+    """Return the metadata of a corpus; None unless every file has the size it was written with."""
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = corpora.read_meta(folder)
         complete = meta["format"] == FORMAT and all(
             (folder / name).stat().st_size == meta["files"][name]["bytes"] for name in FILES
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not complete or not corpora.use(folder):
-        return None
-    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
+    return meta if complete else None
 
 
 def _build(
     data: DataConfig, text: TextCorpus, folder: Path, contents: str, given: Path | None
-) -> Corpus:
-    """Tokenize into a temporary folder, then rename it to `folder`. The caller holds the lock.
+) -> None:
+    """Tokenize into a folder.
 
-    `contents` is the digest that names the folder; raises ConfigError if the text changed since.
+    `contents` is the digest that names the corpus; raises ConfigError if the text changed since.
     """
-    for stale in folder.parent.glob(f".building-{folder.name}-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    building = folder.parent / f".building-{folder.name}-{os.getpid()}"
-    building.mkdir()
-    try:
-        meta = _tokenize(data, text, building, given)
-        if meta["contents"] != contents:
-            rule = "cannot be tokenized because files of the corpus changed while they were read"
-            fix = "run again when they are complete"
-            raise ConfigError.of("MT601", "data.path", text.shown, rule, fix)
-        if folder.exists():
-            shutil.rmtree(folder)
-        building.rename(folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
+    meta = _tokenize(data, text, folder, given)
+    if meta["contents"] != contents:
+        rule = "cannot be tokenized because files of the corpus changed while they were read"
+        fix = "run again when they are complete"
+        raise ConfigError.of("MT601", "data.path", text.shown, rule, fix)
 
 
 def _tokenize(
