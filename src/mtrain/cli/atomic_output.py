@@ -1,6 +1,4 @@
-"""Paths that a conversion is given, and the folder that it writes: there when all is in it, or not
-at all.
-"""
+"""Paths given to a conversion, and the folder that it writes, complete or not at all."""
 
 from __future__ import annotations
 
@@ -118,9 +116,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
 
 
 def _claim(draft: Path) -> tuple[int, locks.Lock]:
-    """Return a descriptor of an empty folder, and its lock: this process owns the folder while it
-    holds both.
-    """
+    """Return a descriptor of an empty folder, and its lock, which own the folder while held."""
     while True:
         draft.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -87,9 +87,7 @@ def validated(
 
 
 def part_of(axis: str, name: str) -> Any:
-    """Return the section of a choice; what is no layout but the name of a recipe is the layout of
-    that recipe.
-    """
+    """Return the section of a choice; the name of a recipe stands for its layout."""
     if (
         axis == "parallel"
         and name in recipe_names()
@@ -108,9 +106,7 @@ def _formats(
 
 
 def _smallest_batch(raw: UnresolvedRun, ranks: int, machine: Machine) -> RunConfig:
-    """Return the run, resolved, with a micro-batch of one for every stage and
-    data-parallel rank.
-    """
+    """Return the resolved run with a micro-batch of one for each stage and data-parallel rank."""
     p = raw.parallel
     # With fewer micro-batches than stages, some stages would never work.
     batch = max(1, ranks // p.model_ranks) * p.pp

@@ -1,6 +1,4 @@
-"""A verb of the command line: a click command with flags, words that click passes on unread, and a
-page of `--help`.
-"""
+"""A verb as a click command with flags, words that click leaves unread, and a page of `--help`."""
 
 from __future__ import annotations
 

@@ -56,9 +56,7 @@ def answer(line: str) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """Return everything that the last word of `line` could become; its first word is the
-    program.
-    """
+    """Return all completions of the last word of `line`, whose first word is the program."""
     words = line.split()[1:]
     if line[-1:].isspace() or not words:
         words.append("")

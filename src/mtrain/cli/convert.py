@@ -202,9 +202,7 @@ def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Pat
 
 
 def inspect(argv: list[str], *, as_json: bool) -> int:
-    """Run `inspect PATH`: print names, shapes, formats and totals of a folder, a checkpoint or a
-    file; read no weight.
-    """
+    """Run `inspect PATH`: print names, shapes, formats and totals without reading a weight."""
     (path,) = given_paths(argv, 1, "inspect PATH")
     from mtrain.convert.inspect import held, totals
 
@@ -274,9 +272,7 @@ def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the `config.json` of an export: the one that came with the weights, if the model is
-    still the same.
-    """
+    """Return the `config.json` of an export: the imported one if the model did not change."""
     from mtrain.convert.huggingface.model import KEPT
 
     # The file that came with the weights may have keys that mtrain does not know.
@@ -425,9 +421,7 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def _weights_at(path: Path, copies: dict[str, str]) -> Any:
-    """Return the weights of a folder or of a run; adds what such a folder may hold twice to
-    `copies`.
-    """
+    """Return the weights of a folder or run; add its possible duplicates to `copies`."""
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.checkpoint_reader import CheckpointReader
     from mtrain.convert.compare import CheckpointWeights

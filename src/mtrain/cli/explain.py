@@ -248,9 +248,7 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
 
 
 def _decided(path: str, made_from: Mapping[str, frozenset[str]]) -> list[str]:
-    """Return the keys that nobody set, that were filled in by looking at this one, and that change
-    a number.
-    """
+    """Return the unset keys that were derived from this one and change a number."""
     followers = [key for key, reads in made_from.items() if key != path and touches(reads, [path])]
     return [key for key in followers if effect_of(key) is not Effect.RUNTIME]
 
@@ -309,9 +307,7 @@ def _inside(values: Any, path: str) -> str:
 
 
 def _with_section(run: RunConfig, path: str) -> RunConfig:
-    """Return the run with the section of a key in place, so that what reads the key can
-    be watched.
-    """
+    """Return the run with the section of a key in place, so that reads can be watched."""
     for part in ("model.moe", "model.mla"):
         name = part.partition(".")[2]
         if path.startswith(f"{part}.") and getattr(run.model, name) is None:

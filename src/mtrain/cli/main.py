@@ -67,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Redirect standard output to nowhere: the interpreter would write the rest at exit, and fail
-    again.
-    """
+    """Redirect standard output to nowhere: the interpreter would write the rest at exit."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -161,9 +159,7 @@ def _open_closed_streams() -> None:
 
 
 def _say(text: str) -> None:
-    """Print on stderr; of the processes that a launcher such as torchrun started, only the first
-    one does.
-    """
+    """Print on stderr, from the first of the processes that another launcher started."""
     if _speaks():
         with suppress(OSError):
             say_page(text, error=True)

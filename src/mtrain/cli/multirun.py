@@ -1,6 +1,4 @@
-"""`-m`: one run, or one validation, for each combination of the values that a command line gives
-for a key.
-"""
+"""`-m`: one run, or one validation, for each combination of the values on a command line."""
 
 from __future__ import annotations
 
@@ -176,9 +174,7 @@ class _Sweep:
 
 
 def _command(argv: Sequence[str], fresh: bool) -> int:
-    """Run a command in a forked process, as if it had been started by itself; return
-    its exit code.
-    """
+    """Run a command in a forked process as if it were started by itself; return its exit code."""
     # a terminal's Ctrl-C reaches the run as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if fresh:

@@ -52,9 +52,7 @@ Box = tuple[float, float, float, float]
 
 
 def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline | None) -> str:
-    """Return the page of a report, with its pictures; without `line` those over time
-    are left out.
-    """
+    """Return the page of a report; without `line`, pictures over time are left out."""
     body = [f"<h1>{text_of(found['model'])}</h1><p>{text_of(headline(found))}</p>", _cards(found)]
     body += _memory(found)
     if line is not None:
@@ -385,9 +383,7 @@ def grid_of(stages: Sequence[StageMemory]) -> list[str]:
 
 
 def _in_a_copy(grid: RankGrid, at: Mapping[str, int]) -> bool:
-    """Return whether a rank is of the first whole copy: experts lie on ranks of several
-    data-parallel indices.
-    """
+    """Return whether a rank belongs to the first whole copy, experts included."""
     return at["dp"] == 0 or (grid.sizes["ep"] > 1 and at["edp"] == 0)
 
 

@@ -86,9 +86,7 @@ def _memory(found: Mapping[str, Any]) -> Iterator[Styled]:
 
 
 def _schedule(line: Timeline) -> Iterator[Styled]:
-    """Yield a row for each stage; digits are forwards, letters backwards of the micro-batch of that
-    number.
-    """
+    """Yield a row for each stage; digits are forwards, letters backwards of their micro-batch."""
     drawn = "all micro-batches"
     if line.cut is not None:
         drawn = (

@@ -230,9 +230,7 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
 
 
 def within(layout: Layout, first: Layout, accuracy: Accuracy | None) -> bool:
-    """Return whether the model of time does not tell a layout from the first: it is mostly off by
-    more.
-    """
+    """Return whether predicted times of a layout and the first differ by less than the error."""
     return accuracy is not None and layout.seconds / first.seconds - 1 <= accuracy.median
 
 

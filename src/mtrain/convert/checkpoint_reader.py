@@ -1,6 +1,4 @@
-"""The tensors of a checkpoint of ours as words, read without torch; what is read is compared with
-its hash.
-"""
+"""The tensors of our checkpoint as words, read without torch and compared with their hashes."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class CheckpointReader:
         return cls(path, read_manifest(path, verify=False))
 
     def key(self, key: str, *, main: bool = False) -> str:
-        """Return the name of a weight among its tensors; with `main`, of its main weights where it
-        has them.
-        """
+        """Return a weight's name among its tensors; with `main`, of its main weights if any."""
         tensors = self.manifest["tensors"]
         return f"{MAIN}{key}" if main and f"{MAIN}{key}" in tensors else f"{MODEL}{key}"
 

@@ -199,9 +199,7 @@ class Weights:
 
 
 def export_weights(weights: Weights, out: Path) -> Record:
-    """Write the safetensors files, and their index where there are several, into the
-    folder `out`.
-    """
+    """Write the safetensors files, and an index of several, into the folder `out`."""
     record = Record(copies=weights.found.copies)
     step_of = {name: step for step in weights.found.steps for name in step.theirs}
     todo = [(step, step.theirs, step.theirs) for step in weights.found.steps]

@@ -106,9 +106,7 @@ class _Files:
         )
 
     def _of_step(self, step: Step) -> list[tuple[RawArray, str, str, str]]:
-        """Return what a step makes, each with its number format, its hash and the hashes of its
-        blocks.
-        """
+        """Return the results of a step, each with its format, hash and hashes of blocks."""
         dtype = _dtype(self.source, step)
         given = [self.source.tensor(name) for name in step.theirs]
         try:
@@ -257,9 +255,7 @@ def _dtype(source: Source, step: Step) -> str:
 
 
 def _room(most: Mapping[str, str], algorithm: hashes.Algorithm) -> int:
-    """Return the length of a header's metadata where the hashes of its entries are at
-    most as long.
-    """
+    """Return the length of a header's metadata with hashes of at most this length."""
     whole = dict.fromkeys(most, "0" * hashes.SHA256_DIGITS)
     return len(strict_json.dumps(hashes.metadata_of(most, whole, algorithm)))
 
@@ -274,9 +270,7 @@ def _hashes(words: RawArray, sha256: str | None, algorithm: hashes.Algorithm) ->
 
 
 def _check_copies(source: Source, copies: dict[str, str]) -> None:
-    """Raise CorruptData for a tensor that does not hold the numbers of the one that it
-    is to be.
-    """
+    """Raise CorruptData for a tensor with other numbers than its original."""
     for name, of in copies.items():
         apart = difference(source, name, of)
         if apart:

@@ -1,6 +1,4 @@
-"""Names, shapes and number formats of weights wherever they are: headers and manifests are read,
-without torch.
-"""
+"""Names, shapes and formats of weights, from headers and manifests, without torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The match of a folder's tensors with a model's: each of both sides is used exactly once, or an
-error names it.
-"""
+"""The match of a folder's tensors with a model's, one to one; an error names any other."""
 
 from __future__ import annotations
 

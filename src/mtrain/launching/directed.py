@@ -230,9 +230,7 @@ class FollowingSupervisor(Supervisor):
             self.lost = True
 
     def report(self) -> dict[str, Any]:
-        """Return how the ranks ended; times are seconds before now, as clocks of machines
-        differ.
-        """
+        """Return how the ranks ended; times are seconds before now, as clocks differ."""
         now = time.monotonic()
         records = [(e.rank, self._record(e.rank)) for e in self.failed]
         return {

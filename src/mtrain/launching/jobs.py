@@ -27,9 +27,7 @@ class Job:
 
     @classmethod
     def of(cls, name: str, **arguments: Any) -> Job:
-        """Return a job with its arguments as JSON holds them: paths as text, dataclasses as
-        mappings.
-        """
+        """Return a job with JSON arguments: paths as text, dataclasses as mappings."""
         return cls(name, {key: _plain(value) for key, value in arguments.items()})
 
     def perform(self, run: RunConfig, home: Path, end: End) -> None:

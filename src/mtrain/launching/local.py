@@ -251,9 +251,7 @@ def evaluate(
 
 
 def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) -> None:
-    """Print the results of a checkpoint on tasks of lm-evaluation-harness, in local processes of
-    `run`'s layout.
-    """
+    """Print the results of a checkpoint on tasks of lm-evaluation-harness, in local processes."""
     places = {"checkpoint": source.checkpoint, "tokenizer": source.tokenizer}
     _in_scratch(run, Job.of("answer", **places, questions=questions, as_json=as_json))
 
@@ -261,9 +259,7 @@ def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) 
 def bisect(
     run: RunConfig, checkpoint: Path | None, step: int, usual: Sequence[float], out: Path
 ) -> None:
-    """Write the cause of an anomalous step to the file `out`, in local processes of `run`'s
-    layout.
-    """
+    """Write the cause of an anomalous step to `out`, in processes of the run's layout."""
     ChildProcess("prepare", run, checkpoint=path_text(checkpoint)).result()
     places = {"checkpoint": checkpoint, "out": out.absolute()}
     _in_scratch(run, Job.of("bisect", **places, step=step, usual=list(usual)))

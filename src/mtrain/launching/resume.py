@@ -281,9 +281,7 @@ def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differ
 
 
 def without_adapters(differences: Differences, other: RunConfig) -> Differences:
-    """Return the differences that matter where adapters start on the weights of `other`, which may
-    have no adapters.
-    """
+    """Return the differences that matter for adapters that start on the weights of `other`."""
     return {
         key: pair
         for key, pair in differences.items()

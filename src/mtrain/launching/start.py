@@ -198,9 +198,7 @@ def placed(
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables by which another launcher numbers processes and
-    serves a store.
-    """
+    """Return an environment without the variables by which another launcher numbers ranks."""
     return {
         name: value
         for name, value in environment.items()
@@ -209,9 +207,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def python(module: str, *words: str) -> list[str]:
-    """Return the command that runs a module in a new interpreter, which imports nothing from the
-    working folder.
-    """
+    """Return the command that runs a module in a new interpreter, outside the working folder."""
     return [sys.executable, "-P", "-m", module, *words]
 
 

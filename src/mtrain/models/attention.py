@@ -10,9 +10,7 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 23
-"""Most scores materialised at once in half precision on a CPU: the limit of
-`mtrain_kernels.attention.cpu`.
-"""
+"""Most scores materialised at once in half precision on a CPU, as in the kernel."""
 
 
 @dataclass(frozen=True)
@@ -177,9 +175,7 @@ def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
 
 
 def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Add torch's own attention on a CPU: its fused kernel, or materialised scores for calls that
-    it does not take.
-    """
+    """Add torch's attention on a CPU: its fused kernel, or else materialised scores."""
     m = r.model
     b = r.samples
     cp = r.layout.cp
@@ -254,9 +250,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tensor]:
-    """Return the tensors of torch's kernel for a CPU, which takes one width of heads, and masks as
-    numbers.
-    """
+    """Return the tensors of torch's CPU kernel, which takes one head width and masks as numbers."""
     b = r.samples
     a = r.element
     padded = h.v_width < h.width
@@ -302,9 +296,7 @@ def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Ten
 
 
 def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
-    """Return the tensors of soft-capped scores: capped scores, their exponentials and the shares
-    are kept, in fp32.
-    """
+    """Return the fp32 tensors of soft-capped scores: capped scores, exponentials, shares."""
     b = r.samples
     operands = [b * h.n * s * h.width, b * h.n * t * h.width, b * h.n * t * h.v_width, b * h.n * s]
     keeps = [Tensor(size * FP32) for size in (*operands, *[b * h.n * s * t] * 3)]

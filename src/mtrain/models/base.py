@@ -32,9 +32,7 @@ class Flops(Protocol):
     """Model FLOPs of one token's forward and backward, without recomputation."""
 
     def __call__(self, model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-        """Return the FLOPs of a token, which attends to half the sequence if `causal`, else to all
-        of it.
-        """
+        """Return the FLOPs of a token; if `causal`, it attends to half the sequence."""
 
 
 class Shrink(Protocol):
@@ -78,9 +76,7 @@ class Family:
     `package.module:function`.
     """
     auto_class: str = "AutoModelForCausalLM"
-    """The class of transformers that loads such a folder and whose logits an import and an export
-    compare with.
-    """
+    """The class of transformers that loads such a folder, to compare logits with."""
     settled: str | None = None
     """Overrides for what a `config.json` leaves open and its weights decide: a function of the
     `model` section that was read, the names of the weights, and the `model` section that they are
@@ -92,13 +88,9 @@ class Family:
     theirs by name. Empty: none.
     """
     megatron_names: bool = False
-    """True if megatron-core's checkpoints name its weights like those of a GPTModel, for `convert
-    --megatron`.
-    """
+    """True if megatron-core names its weights like a GPTModel's, for `convert --megatron`."""
     writes: bool = True
-    """True if the model continues a text, token by token: `generate`, the sample of a run,
-    lm-evaluation-harness.
-    """
+    """True if the model continues a text token by token, as `generate` requires."""
 
     reads_between: bool = True
     """True if pipeline stages that neither embed tokens nor compute losses read whole samples, not
@@ -107,16 +99,12 @@ class Family:
     predicts_all: bool = True
     """True if every token of a sample is predicted, except those that `data` masks."""
     tokens_alone: Callable[[ModelConfig], bool] = lambda model: True
-    """Predicate: is the loss the cross entropy of tokens and nothing else, so that it has a
-    perplexity?
-    """
+    """Predicate: the loss is only the cross entropy of tokens, so it has a perplexity."""
 
     flops_per_token: Flops
     shrink: Shrink
     fewest_layers: Callable[[ModelConfig], int] = lambda model: 2
-    """Layers of a model that is shrunk, so that there is one of every kind, where its stages are
-    equal.
-    """
+    """Layers of a shrunk model, with one of every kind, for equal stages."""
     weights: Weights | None = None
     """None: unknown, and the plan divides `parameters` evenly."""
     alike: Alike | None = None
@@ -129,9 +117,7 @@ class Family:
     buffers: Callable[[ModelConfig], Iterable[Weight]] = lambda model: ()
     """Tensors of the whole model that checkpoints hold next to `weights`."""
     saved_as: Callable[[ModelConfig, str], str] = lambda model, name: name
-    """The name in checkpoints of one of `weights` or `buffers` of the whole model, with all its
-    numbers.
-    """
+    """The name in checkpoints of one of `weights` or `buffers` of the whole model."""
     apart: Callable[[ModelConfig, Weight], Iterable[Weight]] = lambda model, weight: (weight,)
     """The tensors as which checkpoints hold one of `weights` of the whole model, in the order of
     its rows: itself, or each part of a fused one. Tables of other names list the parts.

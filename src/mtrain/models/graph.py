@@ -46,9 +46,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of its forward: an addition and a multiplication for each pair of
-        elements.
-        """
+        """Return the FLOPs of its forward: two for each pair of elements."""
         return 2 * self.m * self.n * self.k * self.batch
 
 
@@ -69,9 +67,7 @@ class Exchange(NamedTuple):
 
 
 Factors = Literal["weights", "frozen", "activations"]
-"""Second factors of products with activations: weights, weights without gradient, or other
-activations.
-"""
+"""Second factors of products with activations: weights, frozen weights, activations."""
 
 
 class Op(NamedTuple):
@@ -131,9 +127,7 @@ class Graph:
     """Blocks whose results are still used."""
     _again: bool = False
     own: list[Block] = field(default_factory=list)
-    """Blocks that operations do once more in their own backward, whether they stand in another
-    block or not.
-    """
+    """Blocks that operations repeat in their own backward, in another block or not."""
 
     def add(
         self,

@@ -46,9 +46,7 @@ class Gradients:
         self._pinned: dict[Tensor, Tensor] = {}
 
     def around(self, op: Op) -> int:
-        """Return the bytes after the backward of `op` made its gradients, before it releases
-        any.
-        """
+        """Return the bytes after the backward of `op`, before it releases any."""
         for tensor in op.gives:
             if tensor not in self._of:
                 self._hold(tensor, tensor)
@@ -89,9 +87,7 @@ class Gradients:
 
 
 def backward(g: Graph) -> Iterator[Moment]:
-    """Yield the moments of a backward, from the saved tensors before it; without those of a
-    loss.
-    """
+    """Yield the moments of a backward, without a loss, from the earlier saved tensors."""
     first, made = _last_uses(g)
     freed: dict[int, list[Tensor]] = {}
     for tensor, number in first.items():
@@ -162,9 +158,7 @@ def forward(g: Graph) -> int:
 
 
 def _forward(g: Graph, block: Block, kept: Collection[Tensor]) -> int:
-    """Return the peak transient bytes of a block's forward, minus the tensors saved by later
-    operations.
-    """
+    """Return the transient peak of a block's forward, less what later operations save."""
     ops = g.ops[block.begin : block.end]
     last = {memory(t): number for number, op in enumerate(ops) for t in (*op.reads, *op.gives)}
     rest = {t: None for op in ops for t in op.keeps if t in kept}

@@ -16,13 +16,9 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 WRITTEN_OUT = 3
-"""Times as many bytes as one kernel moves that an operation moves which is written out, one kernel
-after another.
-"""
+"""Times as many bytes as one kernel moves that separate kernels move."""
 FP8_ELEMENT = 1
-"""Bytes of an element that a linear layer keeps of its input where it multiplies in eight bits or
-fewer.
-"""
+"""Bytes that a linear layer in eight bits or fewer keeps for an element of its input."""
 
 
 def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tensor:
@@ -100,9 +96,7 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
 
 
 def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Add a linear layer whose whole weight is on every rank, over this rank's part of the
-    tokens.
-    """
+    """Add a linear layer with its whole weight on every rank, over this rank's tokens."""
     low = r.run.precision.quantized is not None and r.words["linear"] != "te"
     kept = Tensor(r.split_tokens * inputs * FP8_ELEMENT) if low else x
     keeps = [] if r.frozen or x.quantized else [kept]
@@ -328,9 +322,7 @@ OF_MIXERS = ("mixer.in_proj", "mixer.out_proj")
 
 
 def parts_of(layer: str, run: RunConfig) -> int:
-    """Return the number of layers that a linear layer is made of, each with an A of its own; 0: it
-    has no adapter.
-    """
+    """Return the linear layers fused into one, each with its own A; 0: no adapter."""
     own = layer.rpartition(".")[2]
     peft = run.peft
     kind = own.removeprefix("linear_")

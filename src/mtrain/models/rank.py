@@ -26,9 +26,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Equipped:
-    """A machine with everything that runs on its device: where nobody knows better, `auto` chooses
-    as there.
-    """
+    """A machine that runs everything of its device, as `auto` assumes of an unknown one."""
 
     gpus: int = 1
     transformer_engine: bool = True
@@ -58,9 +56,7 @@ class Rank:
 
     @classmethod
     def of(cls, run: RunConfig, words: Mapping[str, str] | None = None) -> Rank:
-        """Return a rank of a resolved run; `words` are those of a run that differs in nothing that
-        decides them.
-        """
+        """Return a rank of a resolved run; `words` are those of an equivalent run."""
         p = run.parallel
         micro = run.trainer.micro
         words = words or _words(run)
@@ -125,9 +121,7 @@ class Rank:
 
     @property
     def documents(self) -> float:
-        """Return the mean number of documents in a sequence, which do not see each other; 1 without
-        packing.
-        """
+        """Return the mean number of documents in a sequence; 1 without packing."""
         return max(1.0, self.whole / self.run.data.seen_tokens) if self.run.data.packed else 1.0
 
     @cached_property
@@ -137,9 +131,7 @@ class Rank:
 
     @cached_property
     def split_tokens(self) -> int:
-        """Return the tokens that norms and the residual stream have here: a part under sequence
-        parallelism.
-        """
+        """Return the tokens of norms and the residual stream here: a part under SP."""
         return self.tokens // self.layout.tp if self.layout.sequence_parallel else self.tokens
 
     @property
@@ -215,9 +207,7 @@ class Rank:
 
     @property
     def sends_quantized(self) -> bool:
-        """Return whether inputs of linear layers are gathered in low precision, whoever
-        made them.
-        """
+        """Return whether inputs of linear layers are gathered in low precision."""
         return self.run.precision.quantized is not None and self.words["linear"] == "te"
 
     def plain(self, op: str) -> bool:
@@ -232,9 +222,7 @@ class Rank:
 
 
 def _words(run: RunConfig) -> dict[str, str]:
-    """Return the implementation of each operation, in order: a choice may depend on those before
-    it.
-    """
+    """Return the implementation of each operation, each choice after the earlier ones."""
     words: dict[str, str] = {}
     for op in OPERATIONS:
         word = getattr(run.kernels, op.name)

@@ -33,9 +33,7 @@ def name_of(key: str, offset: Sequence[int] = ()) -> str:
 
 
 def weights_of(run: RunConfig) -> list[str]:
-    """Return the names of the weights that a run trains; none for a family that does not list
-    them.
-    """
+    """Return the names of the trained weights; none if the family does not list them."""
     family = family_of(run.model)
     if family.weights is None:
         return []

@@ -173,9 +173,7 @@ def _unstacked(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _neighbours_as_halves(tensors: list[Any], model: Any) -> list[Any]:
-    """Reorder the last axis: from pairs of a gate and a gated element to all gates, then all gated
-    elements.
-    """
+    """Reorder the last axis: from pairs of gate and gated element to all gates first."""
     return [joined([t[..., 0::2], t[..., 1::2]], -1) for t in tensors]
 
 
@@ -208,9 +206,7 @@ TRANSPOSED = Operation("transposed", _transposed, _transposed)
 VOCABULARY = Operation("padded vocabulary", _padded, _unpadded)
 """Ours has rows up to a multiple of 128."""
 QKV = Operation("joined by query group", _joined_qkv, _split_qkv)
-"""Theirs are queries, keys and values; ours holds, of each query group, its queries, its key and
-its value.
-"""
+"""Queries, keys and values of theirs; of ours, for each group its queries, key and value."""
 GATED_QKV = Operation("joined by query group, with gates", _joined_gated, _split_gated)
 """Theirs are queries, each head with its gate behind it, keys and values; ours holds, of each query
 group, its queries, their gates, its key and its value.
@@ -239,9 +235,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of theirs that holds what the tensor `of` does, where the embedding is tied, or in
-    an MTP layer.
-    """
+    """A tensor of theirs that duplicates the tensor `of`, where tied or in an MTP layer."""
 
     name: str
     of: str
@@ -293,9 +287,7 @@ class Table:
     mtp: tuple[Entry, ...] = ()
     copies: tuple[Copy, ...] = ()
     ignored: tuple[str, ...] = ()
-    """Patterns of names that hold nothing of the model: tables that are computed from its
-    configuration.
-    """
+    """Patterns of names of tables that are computed from the configuration."""
 
     def entries(self, model: Any) -> Iterator[Step]:
         """Yield the entries of a model's every layer, with numbers for letters."""
@@ -311,9 +303,7 @@ class Table:
                 yield from entry.steps(model, i=model.num_layers + m, m=m)
 
     def held_twice(self, model: Any) -> dict[str, str]:
-        """Return the optional names on their side that duplicate another tensor: copy ->
-        original.
-        """
+        """Return the optional names on their side that are duplicates: copy -> original."""
         out = {}
         for copy in self.copies:
             if copy.of_mtp:

@@ -100,9 +100,7 @@ def differences_of_values(
 def _repeats_its_section(
     key: str, left_values: Mapping[str, Any], right_values: Mapping[str, Any]
 ) -> bool:
-    """Return whether a key only marks a section as present, while the other side lists the
-    section's keys.
-    """
+    """Return whether a key only marks a section whose keys the other side lists."""
     left = key in left_values
     right = key in right_values
     other = right_values if left else left_values

@@ -94,9 +94,7 @@ def _with_reason(problem: Problem, arguments: Arguments) -> Problem:
 
 
 def _base_values(draft: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys without a flag: the schema's defaults for model and layout, otherwise those
-    of the choices.
-    """
+    """Return the keys without a flag: the choices', for model and layout the schema's defaults."""
     picked = {
         "data": draft.get("data.kind") or "mock",
         "precision": draft.get("precision.dtype") or "auto",

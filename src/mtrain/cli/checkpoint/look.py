@@ -1,6 +1,4 @@
-"""`checkpoint list`, `inspect` and `verify`: what checkpoints hold, and whether it is what was
-written.
-"""
+"""`checkpoint list`, `inspect` and `verify`: the contents of checkpoints and their integrity."""
 
 from __future__ import annotations
 

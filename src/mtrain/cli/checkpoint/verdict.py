@@ -1,6 +1,4 @@
-"""`checkpoint verdict`: whether a run can continue from a checkpoint. Answers in a second, without
-torch.
-"""
+"""`checkpoint verdict`: can a run continue from a checkpoint? Answers in a second without torch."""
 
 from __future__ import annotations
 

@@ -158,9 +158,7 @@ def _script(command: Sequence[str]) -> tuple[str, str]:
 
 
 def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, bool]:
-    """Return the exit code, and whether the command was ended before its end; it leaves no
-    process behind.
-    """
+    """Return the exit code, and whether the command was ended early; leave no process."""
     until = time.monotonic() + timeout_s
     # The pipe ends when the last process that holds its writing end does, also in the background.
     reading, writing = os.pipe()

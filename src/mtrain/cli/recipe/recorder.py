@@ -36,9 +36,7 @@ def facts() -> dict:  # type: ignore[type-arg]
 
 
 def record(words: list[str]) -> None:
-    """Add a line: the words behind those of the launchers around them, the folder, the
-    environment.
-    """
+    """Add a line: the words after those of the launchers, the folder, the environment."""
     around = json.loads(os.environ.get(AROUND, "[]"))
     line = ENCODE({"words": [*around, *words], "cwd": os.getcwd(), "env": dict(os.environ)})
     # Several processes add lines at once: with O_APPEND none overwrites another.
@@ -64,9 +62,7 @@ def is_python(word: str) -> bool:
 
 
 def trains(arguments: list[str]) -> bool:
-    """Return whether an interpreter with these arguments would train, by the program's name
-    and its flags.
-    """
+    """Return whether an interpreter would train, by the program's name and flags."""
     index = 0
     while (
         index < len(arguments)
@@ -201,9 +197,7 @@ def inner_command(arguments: list[str]) -> int | None:
 
 
 def submit(arguments: list[str]) -> None:
-    """Run a batch script here, its directives as words of the launcher, and answers as `sbatch`
-    does.
-    """
+    """Run a batch script, its directives as words of the launcher, and answer like `sbatch`."""
     wrapped = next((i for i, word in enumerate(arguments) if word.startswith("--wrap")), None)
     script = next(
         (

@@ -233,9 +233,7 @@ class _Composition:
                 self.added[group] = name
 
     def _replace(self, recipe: Recipe | None, base: Document | None) -> None:
-        """Drop from the recipe or run file the groups and keys that choices on the command line
-        set.
-        """
+        """Drop the recipe's or run file's groups and keys that command-line choices set."""
         chosen = {
             group: self.chosen[group]
             for group, source in self.sources.items()
@@ -262,9 +260,7 @@ class _Composition:
             recipe.values = self.replaced.values
 
     def _take_model(self, recipe: Recipe | None) -> None:
-        """Choose the model of the starting weights, unless something else chooses or describes a
-        model.
-        """
+        """Choose the model of the starting weights, unless a model is chosen or described."""
         said = recipe.values if recipe is not None else {}
         chosen = "model" in (*self.chosen, *self.overrides.deleted) or describes_a_model(
             said, ARCHITECTURE
@@ -283,9 +279,7 @@ class _Composition:
             self.shown["model"] = document.source
 
     def _named(self, group: str, choice: str, source: str) -> str | None:
-        """Return a choice in Hydra's words; record a problem and return None if there is no such
-        choice.
-        """
+        """Return a choice in Hydra's words; record a problem and return None if it is unknown."""
         # A path outside of the folders of choices has no name for Hydra: the library invents one.
         if is_path(choice):
             return self.library.give_path(group, choice)
@@ -324,9 +318,7 @@ class _Composition:
     def _bases(
         self, recipe: Recipe | None, base: Document | None, own: bool
     ) -> tuple[str, list[str]]:
-        """Return the name of Hydra's primary configuration, and the arguments that choose
-        for it.
-        """
+        """Return the name of Hydra's primary configuration, and the arguments that choose."""
         deleted = self._deleted_groups()
         added = [quoted("+", *choice) for choice in self.added.items()]
         if base is not None:
@@ -352,9 +344,7 @@ class _Composition:
         return CONFIG, words + added
 
     def _deleted_groups(self) -> list[str]:
-        """Return the groups that the command line deletes, including those that a recipe chooses
-        from.
-        """
+        """Return the groups that the command line deletes, including a recipe's."""
         deleted: list[str] = []
         for group, argument in self.overrides.deleted.items():
             if not self._is_group(group):
@@ -476,9 +466,7 @@ class _Composition:
         return problems
 
     def _strayed(self, run: UnresolvedRun | None, origins: Origins) -> list[Problem]:
-        """Return paths outside of the working folder that a file sets and the command line does
-        not.
-        """
+        """Return outside paths that a file sets and the command line does not."""
         if run is None:
             return []
         files = self.library.sources()

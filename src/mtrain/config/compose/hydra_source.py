@@ -260,9 +260,7 @@ def _hydra(library: Library, primary: str, *, whole: bool) -> Iterator[list[Aske
 
 
 def not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
-    """Return the error for group files that do not compose; it lists the problems found `before`
-    first.
-    """
+    """Return the error for group files that do not compose, after the problems found `before`."""
     rule = f"the group files do not compose: {error}"
     fix = (
         "write entries of defaults as `- NAME` of a file of the same group, as `-"

@@ -31,9 +31,7 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for every string with `${...}` that is more than a reference to
-    another key.
-    """
+    """Yield a problem for every string with `${...}` that is more than a reference."""
     for path, value in leaves(values, prefix):
         for text in _strings(value):
             if "${" not in text:
@@ -54,9 +52,7 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
 
 
 def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
-    """Replace each reference in `values` by its value; return a problem for each that cannot be
-    resolved.
-    """
+    """Replace references in `values` by their values; return a problem for each that cannot be."""
     table = dict(leaves(values))
     follower = _Follower(table)
     problems: list[Problem] = []

@@ -14,9 +14,7 @@ _TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)([0-9]{1,6})|(sp)(?![0-9])")
 
 
 def looks_like_layout(word: str) -> bool:
-    """Return whether `word` was meant as a layout: it begins with an axis and a digit
-    or with `sp`.
-    """
+    """Return whether `word` was meant as a layout: it begins with `sp`, or an axis and a digit."""
     return re.match(r"(vpp|etp|tp|pp|cp|ep|dp)-?[0-9]|sp\Z", word) is not None
 
 

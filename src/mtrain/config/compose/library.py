@@ -60,9 +60,7 @@ class Library:
     def give(
         self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None
     ) -> None:
-        """Add a file under a name of its own: a recipe or a run file, and the part of it to
-        compose.
-        """
+        """Add a file under a name of its own: a recipe or run file, and its part to compose."""
         self.documents[name] = document
         self._given[name] = values, package
 
@@ -176,9 +174,7 @@ class Library:
 
 
 def _with_every_group(defaults: list[Any]) -> list[Any]:
-    """Return the defaults of `config.yaml` with every group; a group that it leaves out has no
-    choice yet.
-    """
+    """Return the defaults of `config.yaml` with every group; groups left out have no choice yet."""
     if any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
         return defaults  # another file may choose
     named = {group for entry in defaults if isinstance(entry, dict) for group in entry}

@@ -58,9 +58,7 @@ class Lock:
 
     @property
     def edited(self) -> tuple[str, str, str] | None:
-        """Return the fact that the values no longer match, as locked and as found; None if all
-        match.
-        """
+        """Return the fact that the values no longer match, as locked and as found; else None."""
         here = content(self.body)
         if here != self.facts["content"]:
             return "content", self.facts["content"], here

@@ -55,9 +55,7 @@ class Origins:
                 self.put(path, value, layer.where(path))
 
     def put(self, path: str, value: Any, source: str) -> None:
-        """Record the origin of the leaf at `path`. An empty mapping over a section changes nothing
-        in it.
-        """
+        """Record the origin of the leaf at `path`; an empty mapping does not empty a section."""
         self.history.append(Setting(path, value, source))
         found, whole = self._found(path)
         # Hydra merges an empty mapping into a section instead of emptying it.
@@ -82,9 +80,7 @@ class Origins:
         return next((setting for setting in reversed(self.history) if setting.path == path), None)
 
     def of(self, path: str) -> str:
-        """Return the origin of the key at `path`, or of the section that sets it; else
-        `default`.
-        """
+        """Return the origin of the key at `path` or of the section that sets it; else `default`."""
         found, _ = self._found(path)
         return found if isinstance(found, str) else DEFAULT
 
@@ -99,9 +95,7 @@ class Origins:
         return source.rpartition(":")[0] or source or DEFAULT
 
     def _found(self, path: str) -> tuple[Any, bool]:
-        """Return the entry at `path` or at the nearest section above, and whether it is exactly
-        `path`.
-        """
+        """Return the entry at `path` or the nearest section above, and whether it is `path`."""
         node: Any = self._tree
         for name in path.split(".") if path else ():
             if not isinstance(node, dict) or name not in node:
@@ -123,9 +117,7 @@ SYNTHETIC = "mock"
 
 
 def is_provided(origin: str) -> bool:
-    """Return whether a user set a key: on the command line, or in a file that does not ship with
-    mtrain.
-    """
+    """Return whether a user set a key: on the command line or in a file that does not ship."""
     return origin == COMMAND_LINE or (_FILE.match(origin) is not None and not is_shipped(origin))
 
 

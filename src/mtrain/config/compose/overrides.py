@@ -60,9 +60,7 @@ class Overrides:
     deleted: dict[str, str] = field(default_factory=dict)
     """`~key` or `~group`, which deletes what files set: key or group -> the argument."""
     only: dict[str, Any] = field(default_factory=dict)
-    """`~key=value` or `~group=choice`, which deletes only that value: key or group -> value or
-    choice.
-    """
+    """`~key=value` or `~group=choice`, which deletes only that value: key or group -> value."""
     recipe: str | None = None
     run: str | None = None
     problems: list[Problem] = field(default_factory=list)

@@ -261,9 +261,7 @@ def _explained(said: str, excerpt: str) -> str:
 
 
 class _Reader:
-    """A converter of nodes into plain values that counts them, and their depth, with every alias
-    expanded.
-    """
+    """A converter of nodes into plain values that bounds number and depth, aliases expanded."""
 
     def __init__(self, source: str, foreign: bool) -> None:
         self.source = source
@@ -312,9 +310,7 @@ class _Reader:
     def key(
         self, node: yaml.Node, section: str, before: dict[str, Any], lines: dict[str, int]
     ) -> str:
-        """Return the name of a key and record its line; `before` are the mapping's keys so far,
-        `lines` theirs.
-        """
+        """Return the name of a key and record its line; `before`, `lines`: the mapping so far."""
         name = node.value
         line = node.start_mark.line + 1
         self.nodes += 1

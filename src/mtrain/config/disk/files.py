@@ -307,9 +307,7 @@ def unwritable(path: Path) -> str | None:
 
 
 def _is_no_storage(place: Path) -> bool:
-    """Return whether a folder belongs to the kernel, such as /proc, which holds no user folders
-    (Linux).
-    """
+    """Return whether a folder is the kernel's, such as /proc, and holds no user files (Linux)."""
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
@@ -349,9 +347,7 @@ WHICH = "which text belongs to which image"
 
 
 def records_of(path: Path, what: str) -> tuple[Path | None, str]:
-    """Return the JSON Lines file of a folder or path, or why there is none; `what` describes its
-    contents.
-    """
+    """Return the JSON Lines file of a folder or path, or why there is none, in terms of `what`."""
     rule = unreadable(path)
     if rule is not None:
         return None, rule
@@ -385,9 +381,7 @@ BLANK = b"\xef\xbb\xbf \t\r\n"
 
 
 def kind_of_chats(path: str | None) -> str | None:
-    """Return the kind of chats, sft or preference, that a file holds by its first record; None: no
-    chats.
-    """
+    """Return the kind of chats in a file, sft or preference, by its first record; else None."""
     record = _record(path)
     if form_of(record) is not None:
         return "preference"
@@ -418,9 +412,7 @@ def form_of_preferences(path: str | None) -> PreferenceForm | None:
 
 
 def is_documents(path: str | None) -> bool:
-    """Return whether a file holds one document per line, as `{"text": ...}`, by its first
-    record.
-    """
+    """Return whether a file holds a document per line, `{"text": ...}`, by its first record."""
     return isinstance(_record(path).get("text"), str)
 
 

@@ -115,9 +115,7 @@ class Documents(Protocol):
     @property
     def num_tokens(self) -> int: ...
     def document_start(self, document: int) -> int:
-        """Return the place of a document's first token in the stream; for `num_documents`, the end
-        of the stream.
-        """
+        """Return the place of a document's first token; for `num_documents`, the stream's end."""
         ...
 
 
@@ -164,9 +162,7 @@ class TokenFiles:
         return self.header.indices - 1
 
     def document_start(self, document: int) -> int:
-        """Return the place of a document's first token in the stream; for `num_documents`, the end
-        of the stream.
-        """
+        """Return the place of a document's first token; for `num_documents`, the stream's end."""
         sequence = self._document(document)
         count = self.header.count
         if not 0 <= sequence <= count:
@@ -358,9 +354,7 @@ class Manifest:
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Return the hash of the tokenizer.json that made the tokens; None for another kind of
-        tokenizer.
-        """
+        """Return the hash of the tokenizer.json that made the tokens; None for another kind."""
         tokenizer = self.body["tokenizer"]
         return tokenizer["sha256"] if tokenizer.get("kind") == "tokenizer.json" else None
 
@@ -400,9 +394,7 @@ def dump(body: dict[str, Any]) -> bytes:
 
 
 def unwatched(data: DataConfig) -> str:
-    """Return a warning about corpora of `data=indexed` without a manifest; empty if all
-    have one.
-    """
+    """Return a warning about corpora of `data=indexed` without a manifest, else ""."""
     if data.kind != "indexed":
         return ""
     data = data.without_excluded()

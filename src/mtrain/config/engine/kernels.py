@@ -105,9 +105,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
-    """Return the ops of `mtrain_kernels` whose kernels run if Triton implements an operation of
-    this run.
-    """
+    """Return the ops of `mtrain_kernels` that run if Triton implements an operation."""
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
         parts += ("fp8_grouped", "quantize")
@@ -216,9 +214,7 @@ def summary(run: RunConfig) -> str:
 
 
 def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[str, dict[str, str]]:
-    """Return the choice of `auto` and the obstacles of each preferred one; earlier OPERATIONS are
-    chosen already.
-    """
+    """Return the choice of `auto`, after those of earlier OPERATIONS, and each obstacle."""
     against: dict[str, str] = {}
     for word in op.order:
         why = _unwanted(op.name, word, run, device, machine) or obstacle(
@@ -312,9 +308,7 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
 
 
 def _experts_are_ours(run: RunConfig) -> str | None:
-    """Return why experts in eight bits need our linear layers instead of TransformerEngine's, or
-    None.
-    """
+    """Return why experts in eight bits need our linear layers and not TransformerEngine's."""
     moe = run.model.moe
     word = run.kernels.experts
     if moe is None:
@@ -422,9 +416,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
 
 
 def _not_run(op: str, run: RunConfig) -> str | None:
-    """Return why `auto` skips Triton's kernels on a generation of GPUs without admitted results, or
-    None.
-    """
+    """Return why `auto` skips Triton's kernels on a generation without admitted results."""
     anyway = f"kernels.{op}=triton takes them anyway"
     if run.cluster.sm is None:
         return (
@@ -509,9 +501,7 @@ def sums_apart(run: RunConfig) -> str | None:
 
 
 def operands_apart(run: RunConfig) -> str | None:
-    """Return why norms and SwiGLU do not quantise for the next linear layers, or None if
-    they do.
-    """
+    """Return why norms and SwiGLU do not quantise for the next linear layers, or None."""
     k = run.kernels
     m = run.model
     if run.precision.quantized not in ("tensorwise", "blockwise") or k.linear != "triton":
@@ -525,9 +515,7 @@ def operands_apart(run: RunConfig) -> str | None:
 
 
 def positions_apart(run: RunConfig) -> str | None:
-    """Return why queries and keys are not normed and rotated as they are unpacked, or None if they
-    are.
-    """
+    """Return why queries and keys are not normed and rotated as they are unpacked, or None."""
     m = run.model
     k = run.kernels
     if m.mla is not None:
@@ -565,9 +553,7 @@ FUSIONS: dict[str, tuple[str, Callable[[RunConfig], str | None]]] = {
 
 
 def fusions(run: RunConfig) -> dict[str, str]:
-    """Return, for each operation that Triton runs, the extra work of its kernel or the reason
-    against it.
-    """
+    """Return the extra work of each operation's Triton kernel, or the reason against it."""
     out = {}
     for name, (words, apart) in FUSIONS.items():
         if getattr(run.kernels, name) == "triton":

@@ -32,9 +32,7 @@ _MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The releases from `first` up to, but not including, `before`; without `before` all later
-    ones.
-    """
+    """The releases from `first` up to, but not including, `before`, if there is one."""
 
     first: Release = SUPPORTED[0]
     before: Release | None = None

@@ -152,9 +152,7 @@ def cuda_of_torch() -> str | None:
 
 
 def _built_for(platform: str) -> str | None:
-    """Return the release of a platform in the installed torch's `version.py`; empty: torch is for
-    another one.
-    """
+    """Return the platform's release in the installed torch's `version.py`; else empty."""
     spec = find_spec("torch")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         text = _text(Path(place) / "version.py")

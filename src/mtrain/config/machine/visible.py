@@ -107,9 +107,7 @@ class _Named:
         self.unknown: list[str] = []
 
     def place(self, entry: str) -> Place | None:
-        """Return the place that a number, a UUID or an unambiguous beginning of one names; None: it
-        names none.
-        """
+        """Return the place that a number, a UUID or an unambiguous beginning names; else None."""
         # CUDA reads the digits at the start of an entry and ignores the rest.
         number = re.match(r"\+?\d+", entry)
         if number:
@@ -128,9 +126,7 @@ class _Named:
 
 
 def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
-    """Return the listed places, the mistake in the variable, and whether it hides GPUs on
-    purpose.
-    """
+    """Return the listed places, the variable's mistake, and whether it hides GPUs on purpose."""
     places: list[Place] = []
     entries = [entry.strip() for entry in text.split(",")]
     written = f"{VARIABLE}={text}"

@@ -49,9 +49,7 @@ _BOUNDS = {
 
 
 def type_of(path: str) -> str:
-    """Return a key's type in words: `a whole number, at least 1, or null`; empty for an unknown
-    key.
-    """
+    """Return a key's type in words, such as `a whole number, at least 1, or null`."""
     field = field_of(path)
     if field is None:
         return ""

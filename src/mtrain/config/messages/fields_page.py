@@ -1,6 +1,4 @@
-"""The page of all keys with the fields of megatron-core that they feed, and of all fields without a
-key.
-"""
+"""The page of all keys with the fields of megatron-core, and of all fields without a key."""
 
 from __future__ import annotations
 

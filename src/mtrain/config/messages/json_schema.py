@@ -75,9 +75,7 @@ class _Draft07(GenerateJsonSchema):
 
 
 def _described(part: Json) -> Json:
-    """Return a part of a schema with its description in one line, and its reference in `allOf` if
-    it has one.
-    """
+    """Return a part of a schema with a one-line description, and any reference in `allOf`."""
     words = " ".join(part["description"].split()) if "description" in part else None
     described = part if words is None else {**part, "description": words}
     # Next to `$ref`, draft-07 ignores every other word, the description included.
@@ -97,9 +95,7 @@ def _schema_of(model: type[BaseModel]) -> Json:
 
 
 def _recipe() -> Json:
-    """Return the schema of a recipe: nothing is required, and a value may be a reference to another
-    key.
-    """
+    """Return the schema of a recipe, in which a value may be a reference to another key."""
     whole = _schema_of(UnresolvedRun)
     definitions = {name: _partial(section) for name, section in whole["definitions"].items()}
     definitions |= {"RecipeConfig": whole["definitions"]["RecipeConfig"], "Reference": REFERENCE}
@@ -129,9 +125,7 @@ def _partial(section: Mapping[str, Any]) -> Json:
 
 
 def _or_reference(part: Json) -> Json:
-    """Return the schema of a value or of `${another.key}`; sections and free text stay as
-    they are.
-    """
+    """Return the schema of a value or `${another.key}`; sections and free text stay."""
     inner = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
     # Text already accepts `${...}`, and a mapping cannot be a reference.
     if any(

@@ -1,6 +1,4 @@
-"""Every key, suggestions for misspelt keys, the names that other systems use, and texts read as
-values.
-"""
+"""Every key, suggestions for misspelt keys, names in other systems, and texts as values."""
 
 from __future__ import annotations
 
@@ -139,9 +137,7 @@ def when_of(path: str) -> str:
 
 @cache
 def foreign() -> dict[str, str]:
-    """Return the key for each name of megatron-core's fields, Megatron-LM's flags and Hugging
-    Face's configs.
-    """
+    """Return the key for each name of megatron-core's, Megatron-LM's and Hugging Face's."""
     # A name that a key here already has must not point to another key.
     own = {path.rpartition(".")[2] for path in schema_keys()}
     out: dict[str, str] = {}
@@ -173,9 +169,7 @@ def flag_of(path: str) -> Flag | None:
 
 
 def choices_of(path: str) -> tuple[str, ...]:
-    """Return the choices of a key, of the items of its list or of the names in its table; empty for
-    an open set.
-    """
+    """Return the choices of a key, of its list's items or its table's names; else empty."""
     field = field_of(path) or (
         field_of(path.rpartition(".")[0]) if path.rpartition(".")[2].isdigit() else None
     )
@@ -239,9 +233,7 @@ def _suggested(path: str) -> tuple[list[str], str]:
 
 
 def is_under_a_value(path: str) -> bool:
-    """Return whether a dotted key continues below a key with a plain value, as in
-    `model.num_layers.x`.
-    """
+    """Return whether a dotted key continues below a plain key, as `model.num_layers.x`."""
     names = path.split(".")
     above = [field_of(".".join(names[:i])) for i in range(1, len(names))]
     return any(
@@ -252,9 +244,7 @@ def is_under_a_value(path: str) -> bool:
 
 @cache
 def is_content(key: str) -> bool:
-    """Return whether a key takes free text, a list or a mapping instead of a number, a switch or a
-    choice.
-    """
+    """Return whether a key takes free text, a list or a mapping."""
     field = field_of(key)
     return field is not None and key not in PLUG_INS and _is_free(field.annotation)
 
@@ -314,9 +304,7 @@ def as_name(value: Any) -> str:
 
 
 def readings(path: str, value: Any) -> Iterator[list[Any]]:
-    """Yield values of other types that `value` at the key `path` may have meant, most
-    likely first.
-    """
+    """Yield values of other types that `value` at `path` may have meant, likeliest first."""
     if isinstance(value, list) and len(value) == 1:
         # Words come first: `on` and `1` are switches wherever a key takes them.
         yield [value[0]]

@@ -170,9 +170,7 @@ def is_number(value: Any) -> bool:
 
 
 def as_shipped(path: str) -> str:
-    """Return the override that sets a key to the value of its group's default choice; empty if that
-    sets none.
-    """
+    """Return the override to the value of the group's default choice; else empty."""
     group, _, key = path.partition(".")
     choice = default_choices()[0].get(group, "")
     file = find_config(f"{group}/{choice}")
@@ -252,9 +250,7 @@ def layouts_near(word: str) -> list[str]:
 
 
 def spelled(group: str, value: object) -> str:
-    """Return the choice whose unquoted name YAML reads as a value (1.10 as 1.1); else the value as
-    text.
-    """
+    """Return the choice whose name YAML reads as a value (1.10 as 1.1); else the text."""
     return next((name for name in choices_of_group(group) if scalar(name) == value), str(value))
 
 
@@ -279,17 +275,13 @@ def with_choices(change: Mapping[str, Any]) -> str:
 
 
 def chooses(group: str, choice: str) -> str:
-    """Return the argument that makes a choice; a group without a default choice needs a
-    leading +.
-    """
+    """Return the argument that makes a choice, with a + for a group without a default."""
     known = group in GROUPS or group in default_choices()[0]
     return f"{'' if known else '+'}{group}={choice}"
 
 
 def choice_fix(group: str, text: str) -> str:
-    """Return overrides that an unknown choice may have meant, best first; the default for a word
-    like "none".
-    """
+    """Return overrides that an unknown choice may have meant, best first."""
     near = near_choice(text, choices_of_group(group))
     if group == "parallel":
         near = layouts_near(text) or near
@@ -304,9 +296,7 @@ def choice_fix(group: str, text: str) -> str:
 
 
 def bare_word(word: str) -> list[str]:
-    """Return the settings that a word without `=` may have meant: a choice, a layout, a recipe or
-    `key:value`.
-    """
+    """Return the settings that a word without `=` may have meant, such as a choice."""
     key, _, value = word.partition(":")
     path = as_key(key)
     if value and (field_of(path) is not None or path in GROUPS):

@@ -90,9 +90,7 @@ _PATTERNS = {
 
 
 def validate(values: Mapping[str, Any], where: Where) -> tuple[UnresolvedRun | None, list[Problem]]:
-    """Validate `values` against the schema; return the configuration or a bounded list of
-    problems.
-    """
+    """Validate `values` by the schema; return the configuration, or bounded problems."""
     known = dict(leaves(values))
     wrong = [
         _huge(path, number, where)
@@ -296,9 +294,7 @@ def _wrong_type(
 
 
 def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem:
-    """Return the problem of a text in place of a group's keys: `lr:1e-3` without the space, or a
-    choice.
-    """
+    """Return the problem of a text for a group's keys: `lr:1e-3` without space, or a choice."""
     pairs = re.findall(r"([A-Za-z_][A-Za-z0-9_-]*)\s*[:=]\s*(\S+)", text)
     known = [
         (as_key(key), value)
@@ -319,9 +315,7 @@ def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem
 
 
 def _converted(path: str, value: Any) -> str:
-    """Return overrides that a value of another type may have meant; the default if it means
-    "nothing".
-    """
+    """Return overrides that a value of another type may have meant, or the default."""
     meant = " or ".join(override(path, reading) for reading in taken(path, value)[:2])
     return meant or (at_default(path) if is_nothing(value) else _unset(path, value))
 
@@ -345,9 +339,7 @@ def _item_as(kind: str) -> Callable[[Any], Any]:
 
 
 def _items(path: str, values: Mapping[str, Any], meant: Callable[[Any], Any]) -> str:
-    """Return the list around the item at `path` with its items as meant; empty if the key rejects
-    it.
-    """
+    """Return the list around the item at `path` with its items as meant; else empty."""
     outer = whole(path)
     said = values.get(outer)
     # Repeat the whole list: a fix must be a setting, and an item has no key of its own.

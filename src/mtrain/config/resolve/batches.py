@@ -69,9 +69,7 @@ def size_after(plan: Sequence[Stage], consumed: int) -> int:
 
 
 def counted(plan: Sequence[Stage], steps: int) -> list[tuple[int, int]]:
-    """Return (size, number of steps) for the first `steps` steps, without sizes that no
-    step has.
-    """
+    """Return (size, number of steps) of the first `steps` steps, without unused sizes."""
     out: list[tuple[int, int]] = []
     consumed = 0
     for i, stage in enumerate(plan):

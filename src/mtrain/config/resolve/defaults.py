@@ -131,9 +131,7 @@ def tokenizer_of_chats(run: RunConfig) -> Derived | None:
 
 
 def number_format(run: RunConfig) -> Derived:
-    """Return bf16 for a device that has it (NVIDIA: from sm_80); an unknown generation counts as
-    new.
-    """
+    """Return bf16 for a device that has it (NVIDIA: sm_80 and newer, or unknown)."""
     c = run.cluster
     if run.precision.quantized is not None:
         return "bf16", f"the {run.precision.quantized} recipe needs bf16"
@@ -176,9 +174,7 @@ def span_length(run: RunConfig, part: int) -> Derived | None:
 
 
 def sequence_parallel(run: RunConfig) -> Derived:
-    """Return whether sequence parallelism is on: with tp; on a CPU only for experts, which need it
-    with tp.
-    """
+    """Return whether sequence parallelism is on: with tp; on a CPU only if experts need it."""
     p = run.parallel
     t = run.model.t5
     if p.tp == 1 or run.model.moe is not None:
@@ -220,9 +216,7 @@ def overlap_grad_reduce(run: RunConfig) -> Derived:
 
 
 def overlap_param_gather(run: RunConfig) -> Derived:
-    """Return whether parameter gathers overlap: if there are some, and gradient reduction overlaps
-    too.
-    """
+    """Return whether parameter gathers overlap: if any, and if gradient reduction does."""
     on, why = _replicated(run)
     if on and not run.parallel.distributed_optimizer:
         return False, "parallel.distributed_optimizer false"
@@ -363,9 +357,7 @@ def filling(run: RunConfig, sizes: Sequence[int]) -> list[int]:
 
 
 def train_iters(run: RunConfig) -> Derived:
-    """Return the steps: epochs of chats; a minute on a CPU; else 20 tokens per parameter that a
-    token visits.
-    """
+    """Return the steps: epochs of chats, a minute on a CPU, or 20 tokens per active parameter."""
     host = facts_of(run.cluster.device).on_host
     if run.trainer.fine_tuning and (run.data.kind in CHATS or not host):
         return fine_tuning.steps_of(run)
@@ -417,9 +409,7 @@ def logits_at_once(run: RunConfig) -> Derived | None:
 
 
 def join_timeout(run: RunConfig) -> Derived:
-    """Derive the time limit for joining from the number of machines that load the same libraries
-    from one disk.
-    """
+    """Derive the join timeout from the number of machines that load the same libraries."""
     nodes = run.cluster.nodes
     return usual_join_timeout_s(nodes), f"cluster {run.cluster.name}: nodes {nodes}"
 

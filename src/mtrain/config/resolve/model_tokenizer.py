@@ -44,9 +44,7 @@ def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path 
 
 
 def model_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """Return the `tokenizer.json` of the model whose weights a run starts from; None if it has
-    none.
-    """
+    """Return the `tokenizer.json` of the model that a run starts from, or None."""
     folder = folder_of_the_model(run, checkpoint)
     return None if folder is None else tokenizer_of(folder)
 
@@ -58,9 +56,7 @@ def tokenizer_of(folder: Path) -> Path | None:
 
 
 def unread_tokenizer(folder: Path) -> Path | None:
-    """Return a tokenizer file of a run or Hugging Face folder in a format that mtrain cannot
-    read.
-    """
+    """Return a tokenizer file of a folder in a format that mtrain cannot read."""
     found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
     return next((file for file in found if os.path.isfile(file)), None)
 

@@ -1,6 +1,4 @@
-"""Tensors of a Hugging Face folder in memory: as they are, or put together where they were stored
-in fewer bits.
-"""
+"""Tensors of a Hugging Face folder in memory, dequantised where they were stored in fewer bits."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class Reader:
         return "BF16" if self.decoding(name) else self.folder.tensors[name].dtype
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of a weight in memory: bf16 for fp8, and for mxfp4 with two numbers a
-        byte.
-        """
+        """Return the bytes of a weight in memory: bf16 for fp8, two numbers a byte for mxfp4."""
         stored = self.folder.tensors[self.parts(name)[0]].nbytes
         if name in self._fp8:
             return 2 * stored

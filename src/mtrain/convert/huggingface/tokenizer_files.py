@@ -1,6 +1,4 @@
-"""The files of the tokenizer that an export ships: those of the tokenizer that the run was trained
-with.
-"""
+"""The tokenizer files that an export ships: those that the run was trained with."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def _complete(out: Path) -> None:
 
 
 def special_ids(home: Path) -> dict[str, int]:
-    """Return `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as the run's tokenizer
-    defines them.
-    """
+    """Return the ids of the tokens bos, eos and pad that the run's tokenizer defines."""
     if not (home / TOKENIZER).is_file():
         return {}
     from mtrain.data.text.tokenizer import Tokenizer

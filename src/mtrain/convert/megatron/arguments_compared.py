@@ -37,9 +37,7 @@ _NEGATED = {
     "--no-bias-gelu-fusion": "bias_gelu_fusion",
     "--no-position-embedding": "add_position_embedding",
 }
-"""Switches that make an argument false -> its name; any other flag is called as the argument that
-it sets.
-"""
+"""Switches that make an argument false -> its name; other flags have the argument's name."""
 _LEFT_OUT = ("vocab_size", "max_position_embeddings", "mask_padded_vocab", "mtp_use_repeated_layer")
 """Keys of which the weights say enough, or that change no number of a token."""
 _SAME_NUMBERS = ("--apply-query-key-layer-scaling", "--use-legacy-models")
@@ -222,9 +220,7 @@ def _is_there(draft: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_stated(entry: Entry, kept: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint says what an entry reads: all of its arguments, or one that is
-    set.
-    """
+    """Return whether a checkpoint has all arguments that an entry reads, or a set one."""
     held = [
         f
         for f in entry.flags
@@ -272,9 +268,7 @@ def _effective(draft: Mapping[str, Any], key: str) -> Any:
 
 
 def _named(entry: Entry, kept: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Return the argument to name: the first that is not what an export of ours says, or that is
-    there.
-    """
+    """Return the argument to name: the first that differs from our export's, or exists."""
     names = [argument_of(flag) for flag in entry.flags if argument_of(flag) in kept]
     return next((name for name in names if (kept[name] or None) != (ours[name] or None)), names[0])
 

@@ -1,6 +1,4 @@
-"""A checkpoint of megatron-core as a whole: in as a run's checkpoint, and out as one that
-Megatron-LM loads.
-"""
+"""A whole checkpoint of megatron-core: imported, or exported for Megatron-LM to load."""
 
 from __future__ import annotations
 

@@ -27,9 +27,7 @@ PROTOCOLS = range(2, 6)
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class, function or constant that a pickle names, as `module.name`; it is nothing but this
-    text.
-    """
+    """A class, function or constant that a pickle names, kept as the text `module.name`."""
 
     text: str
 

@@ -39,9 +39,7 @@ MOST_PARTS = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a checkpoint, or of one that counts layers or experts along its first axes a
-    place there.
-    """
+    """A tensor of a checkpoint, or one place of a tensor that counts layers or experts."""
 
     stored: Stored
     numbers: tuple[int, ...] = ()
@@ -63,9 +61,7 @@ class Part:
 
 
 class TorchDistReader:
-    """The weights of a checkpoint by their one name each; remembers a hash of everything that it
-    read.
-    """
+    """The weights of a checkpoint by name, with a hash of everything that was read."""
 
     def __init__(self, source: TorchDist) -> None:
         """Take what `open_torch_dist` gave.
@@ -184,9 +180,7 @@ class TorchDistReader:
         return out
 
     def _chunks(self, part: Part) -> Iterable[Chunk]:
-        """Yield the chunks that hold a part: those of its own place, and those that
-        span several.
-        """
+        """Yield the chunks of a part: those of its own place, and those that span several."""
         lead = len(part.numbers)
         if part.stored.name not in self._by_place:
             placed: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
@@ -201,9 +195,7 @@ class TorchDistReader:
 
 
 def _copy(stored: Stored, chunk: Chunk, box: RawArray, offset: tuple[int, ...]) -> None:
-    """Fill what a chunk holds of `box`, which lies at `offset` in the tensor; no more of the chunk
-    is read.
-    """
+    """Fill in a chunk's part of `box` at `offset` of the tensor, reading no more of it."""
     lows = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
     highs = [
         min(a + n, b + m)

@@ -123,9 +123,7 @@ class _Planner(SavePlanner):
 
 
 def _states(piece: _Piece, counts: list[int]) -> Iterator[str]:
-    """Yield the keys of the module state that megatron-core requires with a weight; it
-    may be None.
-    """
+    """Yield the keys of module state that megatron-core requires, which may be None."""
     place, of = (".".join(map(str, numbers)) for numbers in (piece.numbers or (0,), counts or (1,)))
     for module in modules_with_state(piece.name):
         yield f"{module}._extra_state/shard_{place}_{of}"

@@ -302,9 +302,7 @@ def _experts_in(
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
-    """Return the adapters of a model, by the names of their weights, from the shapes of its tensors
-    by name.
-    """
+    """Return the adapters of a model by weight, from the shapes of its tensors by name."""
     out = {}
     for weight in shapes:
         names = names_beside(weight)

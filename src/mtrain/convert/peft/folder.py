@@ -187,9 +187,7 @@ def _is_swapped(body: Mapping[str, Any]) -> bool:
 
 
 def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> None:
-    """Raise `ConfigError` for adapters that compute something else than those of a
-    `peft` section.
-    """
+    """Raise `ConfigError` for adapters that compute something else than a `peft` section."""
     wrong = [*_differing(body, peft), *_beyond(body, peft)]
     if wrong:
         source = str(folder / CONFIG)

@@ -5,7 +5,6 @@ prompts for rollouts.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats.prepare import COLUMNS, LEARNED, RECORDS, TABLE
@@ -68,9 +66,7 @@ class Prepared:
         return [range(bounds[part.start], bounds[part.stop]) for part in parts]
 
     def learnable(self, length: int) -> np.ndarray:
-        """Return whether all documents of each group learn something in their first `length`
-        tokens; bool [n].
-        """
+        """Return whether all documents of a group learn within `length` tokens; bool [n]."""
         return np.asarray((self.table[:, 1] < length).reshape(-1, self.group).all(axis=1))
 
     def fits(self, length: int, multiple: int) -> np.ndarray:
@@ -115,9 +111,7 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of documents, one for each sample: those of `order` from one of `starts` to the
-    next.
-    """
+    """Windows of documents, one for each sample: slices of `order` between `starts`."""
 
     order: np.ndarray
     starts: np.ndarray
@@ -454,8 +448,7 @@ def _packed(
     settings = [chats.corpus.meta["fingerprint"], data.length, multiple, part.start, part.stop]
     settings += [chats.group] if chats.group > 1 else []
     # the seed has no part in it: it only orders the windows
-    digest = hashlib.sha256(strict_json.dumps(settings).encode()).hexdigest()[:16]
-    folder = user_path(data.cache_dir) / f"windows-{digest}"
+    folder = user_path(data.cache_dir) / f"windows-{cache.name_of(settings)}"
 
     def meta() -> dict[str, Any] | None:
         try:

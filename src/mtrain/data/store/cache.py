@@ -119,7 +119,7 @@ def build_once(
     return facts
 
 
-def name_of(settings: dict[str, Any]) -> str:
+def name_of(settings: dict[str, Any] | list[Any]) -> str:
     """Return the end of a folder's name: a digest of everything that its contents depend on."""
     text = strict_json.dumps(settings, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -434,9 +434,7 @@ def _write(file: io.FileIO, data: bytes | np.ndarray) -> None:
 
 
 class IndexedWriter:
-    """Writer of a corpus: `add` documents, then `close`, or leave the `with` block, for
-    the index.
-    """
+    """Writer of a corpus: `add` documents, then `close`, or leave the `with` block."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self.prefix = Path(prefix)

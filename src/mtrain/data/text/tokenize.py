@@ -190,9 +190,7 @@ def _walk(
     skip: frozenset[str] = frozenset(),
     licences: bool = False,
 ) -> list[SourceFile]:
-    """Return the regular files below `root` with one of the suffixes, except those in hidden or
-    linked folders.
-    """
+    """Return the regular files below `root` with one of the suffixes, outside hidden folders."""
 
     def wanted(name: str) -> bool:
         return name.endswith(suffixes) or (licences and name.startswith("LICENSE"))

@@ -169,9 +169,7 @@ def _of_keys(
 def _of_tensors(
     run: RunConfig, other: RunConfig, manifest: Mapping[str, Any], checkpoint: Path
 ) -> list[Problem]:
-    """Return a problem for tensors that a run reads and the checkpoint lacks, and one for those of
-    other shapes.
-    """
+    """Return a problem for missing tensors, and one for tensors of other shapes."""
     held = manifest["tensors"]
     wanted = needed(run, weights_only=bool(manifest["state"].get("weights_only"))).shapes
     lacking = [name for name in wanted if name not in held]

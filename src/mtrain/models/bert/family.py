@@ -1,6 +1,4 @@
-"""BERT: an encoder that is trained to say which tokens were masked, and whether one sentence
-follows another.
-"""
+"""BERT: an encoder that predicts masked tokens, and whether a sentence follows another."""
 
 from __future__ import annotations
 

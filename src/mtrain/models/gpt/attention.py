@@ -16,9 +16,7 @@ from mtrain.models.rank import Rank
 
 
 def attention(g: Graph, r: Rank, x: Tensor, layer: int, *, causal: bool = True) -> Tensor:
-    """Add the attention of a layer; return what it adds to the residual stream, from its normed
-    input.
-    """
+    """Add the attention of a layer; return its addition to the residual stream."""
     if r.model.is_linear(layer):
         return gated_delta_net(g, r, x)
     return (_latent if r.model.mla else _standard)(g, r, x, layer, causal)
@@ -134,9 +132,7 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
 
 
 def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
-    """Return the elements that rotary positions of latents read and write for a token and a
-    head.
-    """
+    """Return the elements that rotary positions of latents move for a token and head."""
     width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
     if r.plain("rope"):
         return 2 * (2 * width + mla.v_head_dim)
@@ -195,9 +191,7 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
 MOST_SCORES = 1 << 24
 """Most scores at once: the limit of `mtrain.mcore.layers.sparse_index`."""
 PASSES = 8
-"""Times that scores, or attention to be like, are read or written where a part of the queries is
-chosen for.
-"""
+"""Times that scores are read or written to choose a part of the queries."""
 
 
 def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:

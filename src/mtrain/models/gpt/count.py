@@ -78,9 +78,7 @@ def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
 
 
 def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> float:
-    """Return the keys that a token of layer `layer` is multiplied with, on average over the
-    sequence.
-    """
+    """Return the mean number of keys that a token of layer `layer` is multiplied with."""
     every = model.window_attn_skip_freq
     window = model.window_size
     whole = chosen_keys(model, seq_length, causal=causal)

@@ -170,9 +170,7 @@ def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
 
 
 def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
-    """Return the copies of rows on their way to experts: as they are sent, as they arrive, as they
-    are sorted.
-    """
+    """Return the copies of rows on their way to experts: sent, received and sorted."""
     ep = r.layout.ep
     etp = r.layout.etp or r.layout.tp
     if ep * etp == 1:
@@ -239,9 +237,7 @@ def _ours(r: Rank) -> bool:
 
 
 def _quantises_again(r: Rank) -> bool:
-    """Return whether SwiGLU is fused with the conversion to eight bits, and both are recomputed
-    together.
-    """
+    """Return whether SwiGLU is fused with the cast to eight bits, and recomputed with it."""
     whole = r.by_lists or r.words["experts"] == "triton"
     return (
         _ours(r) and whole and r.model.activation == "swiglu" and r.words["activation"] == "triton"

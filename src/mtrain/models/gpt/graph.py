@@ -1,6 +1,4 @@
-"""A decoder-only transformer on one rank: its layers, and what stands before and behind them on a
-stage.
-"""
+"""A decoder-only transformer on one rank: its layers, embedding and heads."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def _norm(g: Graph, r: Rank, name: str, x: Tensor, *, again: bool = False) -> Te
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
-    after them.
-    """
+    """Return the graphs of a stage on one micro-batch: before, in and after the layers."""
     first = Graph()
     last = Graph()
     end = Graph() if held.mtp else last
@@ -137,9 +133,7 @@ def stream(r: Rank) -> Tensor:
 
 
 def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
-    """Add one layer of multi-token prediction, from the hidden states before it; it has no
-    adapters.
-    """
+    """Add a layer of multi-token prediction, without adapters, from earlier hidden states."""
     r = replace(r, adapted=False)
     h = r.model.hidden_size
     token = embedding(g, r)

@@ -320,9 +320,7 @@ OF_IMAGES = (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..
 TIED = (Copy("lm_head.weight", "model.embed_tokens.weight"),)
 _MTP = "model.layers.{i}."
 _JOINS = re.compile(r"model\.layers\.[0-9]+\.eh_proj\.weight")
-"""Projection in each MTP layer that joins a token's embedding with the hidden states of the layers
-before.
-"""
+"""Projection of an MTP layer that joins a token's embedding and earlier hidden states."""
 
 
 def _renamed(table: Table, rename: Rename) -> Table:
@@ -416,9 +414,7 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """Return the tables that a file of a `model_type` may follow; the first is the one that is
-    written.
-    """
+    """Return the possible tables of a `model_type`'s file; the first is written."""
     found = _files(kind)
     return tuple(map(_with_value_head, found)) if model.head else found
 

@@ -1,6 +1,4 @@
-"""A decoder-only transformer, small enough for a laptop: narrower, with the layers that it is
-given.
-"""
+"""A decoder-only transformer shrunk for a laptop: narrower, with the given layers."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ NO_WEIGHT = re.compile(
     r"|dataloader)\b.*"
     r"|.*\b_extra_state\b.*"
 )
-"""Names of what a checkpoint holds next to weights: optimizer, generators, TransformerEngine's
-state.
-"""
+"""Names of optimizer, generator and TransformerEngine state in checkpoints."""
 _UNCOUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(?!\d)")
 _ONE_BY_ONE = (
     (re.compile(r"\.experts\.local_experts\.(\d+)\."), r".experts.experts.\1."),
@@ -58,9 +56,7 @@ def is_weight(name: str) -> bool:
 
 
 def counted_axes(name: str) -> int:
-    """Return how many axes of a tensor count layers and experts: as many as its name
-    lacks numbers.
-    """
+    """Return how many axes of a tensor count layers and experts, from its name."""
     return len(_UNCOUNTED.findall(name))
 
 
@@ -116,9 +112,7 @@ def saved_as(model: ModelConfig, name: str) -> str:
 
 
 def modules_with_state(name: str) -> tuple[str, ...]:
-    """Return the modules in a weight's name for which megatron-core expects a state of
-    TransformerEngine.
-    """
+    """Return the modules of a weight's name that have a state of TransformerEngine."""
     module = name.rpartition(".")[0]
     if not module.startswith(("decoder.", "mtp.")) or module.endswith(".router"):
         return ()
@@ -147,9 +141,7 @@ def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def layers_are_alike(model: ModelConfig) -> bool:
-    """Return whether every layer of the decoder has the same weights, so that one tensor can hold
-    those of all.
-    """
+    """Return whether all decoder layers have the same weights, which one tensor can hold."""
     # Dense and sparse layers have other weights, and so do softmax and linear attention.
     dense = model.moe is None or model.moe.first_dense_layers in (0, model.num_layers)
     return dense and model.linear_attention is None

@@ -17,9 +17,7 @@ from mtrain.models.weights import Weight, column, expert_tensors, mlp, norm, row
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """Yield the weights of a (virtual) stage; a table that several stages share is there for each
-    of them.
-    """
+    """Yield the weights of a stage, including tables that several stages share."""
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
     apart = m.ties_output and not (held.embedding and held.loss)
@@ -104,9 +102,7 @@ def _sinks(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
 
 
 def attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
-    """Yield the weights of softmax attention with queries, keys and values from one linear
-    layer.
-    """
+    """Yield the weights of softmax attention with one linear layer for QKV."""
     h = m.hidden_size
     d = m.head_dim
     queries = m.num_attention_heads * d
@@ -256,9 +252,7 @@ def adapted(weights: Iterable[Weight], run: RunConfig) -> Iterator[Weight]:
 
 
 def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterator[Weight]:
-    """Yield `lora_a`, split as the columns of the weight are, and `lora_b` and magnitudes, split as
-    its rows.
-    """
+    """Yield `lora_a`, split like the weight's columns, and the factors split like its rows."""
     rows, columns = weight.shape
     # Row-parallel layers are split by their inputs: A is split with them, and each rank has all of
     # B.

@@ -25,9 +25,7 @@ from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
-    after them.
-    """
+    """Return the graphs of a stage on one micro-batch: before, in and after the layers."""
     first = Graph()
     last = Graph()
     if held.embedding:
@@ -141,9 +139,7 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
 
 
 def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> Tensor:
-    """Add the scan of all heads, chunk by chunk: a kernel saves its inputs, plain torch every
-    product's operands.
-    """
+    """Add the scan of all heads, chunk by chunk: a kernel saves inputs, torch all operands."""
     h = HybridConfig.of(r.model)
     b = r.samples
     p = h.head_dim
@@ -194,9 +190,7 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
 
 
 def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
-    """Return the products of a chunk of `n` tokens: scores, their values, and reads and writes of
-    the state.
-    """
+    """Return the products of a chunk of `n` tokens: scores, values, and uses of the state."""
     return [
         Product(n, n, s, each),
         Product(n, p, n, each),
@@ -206,9 +200,7 @@ def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
 
 
 def _gated_norm(g: Graph, r: Rank, fused: Tensor, x: Tensor, width: int) -> Tensor:
-    """Add the gated norm as separate operations: the gate, its SiLU, the gated, normed and scaled
-    values, in fp32.
-    """
+    """Add the gated norm as separate fp32 operations: gate, SiLU, product, norm, scale."""
     y = Tensor(r.tokens * width * r.element)
     size = r.tokens * width * FP32
     groups = HybridConfig.of(r.model).num_groups // r.layout.tp

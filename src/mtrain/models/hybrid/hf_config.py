@@ -1,6 +1,4 @@
-"""The `config.json` of Mamba-2 and of Nemotron-H: what it means, and what it says of
-one of ours.
-"""
+"""Reader and writer of the `config.json` of Mamba-2 and Nemotron-H."""
 
 from __future__ import annotations
 

@@ -109,9 +109,7 @@ def _batch(
 def probe(
     model: ModelConfig, ids: Sequence[int]
 ) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return an image of noise behind the first token, for a comparison of logits with those of
-    transformers.
-    """
+    """Return an image of noise after the first token, to compare logits with transformers."""
     own = LlavaConfig.of(model)
     text = [i if i != own.image_token_id else (i + 1) % model.vocab_size for i in ids]
     room = max(1, model.max_position_embeddings - own.image_tokens)

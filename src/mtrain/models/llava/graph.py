@@ -15,9 +15,7 @@ from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """Return the graphs of a (virtual) stage on one micro-batch, whose samples have one image
-    each.
-    """
+    """Return the graphs of a stage on one micro-batch of samples with an image each."""
     own = LlavaConfig.of(r.model)
     frozen = set(own.freeze)
     graphs = language.stage(replace(r, frozen="language" in frozen), held)
@@ -53,9 +51,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _tower(r: Rank) -> Rank:
-    """Return the rank's view for the vision tower: whole images, each a sequence of patches and the
-    class token.
-    """
+    """Return the rank's view for the vision tower: whole images as patches and a class token."""
     own = LlavaConfig.of(r.model)
     shape = {
         "num_layers": own.used_layers,

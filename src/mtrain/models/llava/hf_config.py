@@ -1,6 +1,4 @@
-"""The `config.json` of LLaVA: a language model's and a vision tower's inside of it, read and
-written.
-"""
+"""Reader and writer of LLaVA's `config.json`, which nests a language model and a tower."""
 
 from __future__ import annotations
 

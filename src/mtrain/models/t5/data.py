@@ -39,9 +39,7 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
 
 
 class Spans:
-    """Makes micro-batches of samples of `tokens` tokens, with sentinels from the id `first`
-    downwards.
-    """
+    """Makes micro-batches of samples of `tokens` tokens; sentinels go down from `first`."""
 
     def __init__(self, t: T5Config, tokens: int, first: int, seed: int, part: str) -> None:
         self.noise, self.spans = spans(t, tokens)
@@ -93,9 +91,7 @@ class Spans:
         return np.repeat(np.tile([False, True], self.spans), lengths)
 
     def split(self, window: np.ndarray, noisy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the encoder's input and the decoder's labels of a sample, int64, without
-        padding.
-        """
+        """Return the encoder's input and decoder's labels of a sample, int64, unpadded."""
         return self._with_sentinels(window, noisy), self._with_sentinels(window, ~noisy)
 
     def _with_sentinels(self, window: np.ndarray, gone: np.ndarray) -> np.ndarray:
@@ -111,8 +107,6 @@ class Spans:
 
 
 def _parts(words: np.ndarray, count: int) -> np.ndarray:
-    """Return the lengths of `count` parts of len(words) + 1 things in a row, each at least one;
-    int64 [count].
-    """
+    """Return `count` random lengths of at least one that add up; int64 [count]."""
     cuts = np.sort(np.argsort(words, kind="stable")[: count - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [len(words) + 1]]))

@@ -12,15 +12,11 @@ from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
 _UNGATED = {**UNGATED_WORDS, "relu": "relu"}
 _SHIPPED_VOCABULARY = 32128
 _ITS_FIRST_SENTINEL = 32099
-"""First sentinel of the tokenizer that T5 was trained with: 32,000 pieces, 100 sentinels and 28
-unused ids.
-"""
+"""First sentinel of T5's tokenizer: 32,000 pieces, 100 sentinels and 28 unused ids."""
 
 
 def _block(f: ConfigFile) -> None:
-    """Read activation, decoder, dropout and ids; transformers derives some from others unless a
-    file sets them.
-    """
+    """Read activation, decoder, dropout and ids, of which transformers derives some."""
     _activation(f)
     layers = f.get("num_layers")
     decoder = f.get("num_decoder_layers")

@@ -158,9 +158,7 @@ class ConfigFile:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers to visit, bounded; the checks of the configuration refuse
-        absurd numbers.
-        """
+        """Return the bounded number of layers to visit; later checks refuse absurd numbers."""
         return int(min(self.get("num_hidden_layers", 0), 1 << 14))
 
     def must(self, key: str, allowed: Sequence[Any], text: str) -> None:

@@ -165,9 +165,7 @@ def minimax_experts(file: ConfigFile) -> None:
 
 
 def gpt_oss_experts(file: ConfigFile) -> None:
-    """Read the experts of GPT-OSS, with clamped gates and biases; its first files hold the number
-    of experts twice.
-    """
+    """Read GPT-OSS's experts: clamped gates and biases; its first files count them twice."""
     # published files hold the number twice; transformers reads only num_experts_per_tok
     if file.get("experts_per_token", file.get("num_experts_per_tok")) != file.get(
         "num_experts_per_tok"

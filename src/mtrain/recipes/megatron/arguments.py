@@ -40,9 +40,7 @@ class Arguments:
         self.unplaced: dict[str, Unplaced] = {}
         self.consulted: set[str] = set()
         self.notes: list[str] = []
-        """Differences where a flag is left out: it means something in Megatron-LM that mtrain
-        cannot express.
-        """
+        """Differences where a flag is left out that mtrain cannot express."""
         self.loose: list[Unread] = []
         """Words that may hold any flag, or none."""
         self.maybe: dict[str, Unread] = {}

@@ -176,9 +176,7 @@ def _gpus(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int
 
 
 def _tasks_of_a_node(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int | None:
-    """Return the tasks of a machine; None for one task that may start a process for each of an
-    unknown number of GPUs.
-    """
+    """Return the tasks of a machine; None for one task that starts a process for each GPU."""
     count = _first(given, [_PER_NODE]) or _share(tasks, nodes)
     return None if count == 1 and not given.keys().isdisjoint(_GPUS) else count
 

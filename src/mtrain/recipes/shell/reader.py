@@ -426,9 +426,7 @@ class _Reader(Effects):
             self.forget_all(f"may be set by eval (line {node.line})")
 
     def parsed(self, words: Sequence[Word]) -> list[Node] | None:
-        """Return the statements of a text made of words, with a variable for each gap; None if it
-        cannot be parsed.
-        """
+        """Return the statements of words, with a variable for each gap; None if unparsable."""
         text = " ".join(
             "".join(self.stand_in(p) if isinstance(p, Gap) else p for p in pieces_of(word))
             for word in words
