@@ -1,6 +1,4 @@
-"""`check --all`: every model in every layout, number format and cluster that ships: which can
-launch, and the first reason why not.
-"""
+"""`check --all`: which shipped models, layouts, formats and clusters can launch together."""
 
 from __future__ import annotations
 
@@ -259,9 +257,7 @@ def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], UnresolvedRun]:
 
 
 def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
-    """Return how many combinations can launch, of each cluster, and how many cannot for each
-    reason, with one of them.
-    """
+    """Return how many combinations of each cluster launch, and how many fail for each reason."""
     lines = []
     for cluster in axes["cluster"]:
         of = [v for v in reports if v.cluster == cluster]
@@ -289,9 +285,7 @@ def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
 
 
 def _table(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
-    """Return a row for each model and layout, a column for each cluster; a cell has the formats
-    that work, or the reason.
-    """
+    """Return a row for each model and layout; a cell has the formats that work, or the reason."""
     cells: dict[tuple[str, str, str], list[Report]] = {}
     for v in reports:
         cells.setdefault((v.model, v.parallel, v.cluster), []).append(v)

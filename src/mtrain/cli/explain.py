@@ -254,9 +254,7 @@ def _decided(path: str, made_from: Mapping[str, frozenset[str]]) -> list[str]:
 
 
 def _changes(path: str, decided: Sequence[str]) -> str:
-    """Say what changing a key changes, and what it changes by the keys that it decides where that
-    is graver.
-    """
+    """Describe the effect of a key, and a graver one through keys that it decides."""
     own = effect_of(path)
     gravest = list(Effect).index
     through = min(map(effect_of, decided), key=gravest, default=own)

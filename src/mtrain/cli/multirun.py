@@ -186,9 +186,7 @@ def _command(argv: Sequence[str], fresh: bool) -> int:
 
 
 def _composed(words: Sequence[str]) -> RunConfig | None:
-    """Return the configuration of a run, resolved on this machine; None for one that is refused
-    when it is started.
-    """
+    """Return a run's configuration, resolved here; None if it is refused when it starts."""
     try:
         machine = Machine.here()
         return resolve(settled(checkpoints.composed(words), machine, None)[0].run, machine)

@@ -241,9 +241,7 @@ def _memory(memory: dict[str, Any]) -> list[str]:
 
 
 def _recomputation(memory: dict[str, Any]) -> list[str]:
-    """Return what each way to recompute frees and costs, after an empty line; nothing where the
-    time of a step is not known.
-    """
+    """Return each way's freed memory and cost after an empty line; nothing without times."""
     ways = memory["recompute"]
     if len(ways) < 2:
         return []

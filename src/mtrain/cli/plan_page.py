@@ -388,9 +388,7 @@ def _in_a_copy(grid: RankGrid, at: Mapping[str, int]) -> bool:
 
 
 def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int) -> float:
-    """Draw machines of a kind below the picture so far, the devices of each in rows of `columns`;
-    return where they end.
-    """
+    """Draw machines of a kind below the picture, devices in rows of `columns`; return the end."""
     y = svg.height
     per_row = max(1, PAGE // (SIDE * columns + GAP))
     high = SIDE * -(-devices // columns) + 6

@@ -1,6 +1,4 @@
-"""The pictures of `plan --draw` on a terminal: memory by stage, the pipeline's schedule, time by
-part, machines.
-"""
+"""The pictures of `plan --draw` on a terminal: memory, schedule, time and machines."""
 
 from __future__ import annotations
 

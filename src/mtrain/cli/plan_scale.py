@@ -116,9 +116,7 @@ def _counts(text: str | None, others: Sequence[str]) -> tuple[list[int], list[Pr
 
 
 def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
-    """Fill in the numbers for which `...` stands: the two before it go on by their ratio, up to
-    the one behind.
-    """
+    """Fill in the numbers for `...`, which continue the ratio of the two before it."""
     rule = (
         f"{SCALE}: {DOTS} stands between two numbers, the second a multiple of the first, and the"
         " last"

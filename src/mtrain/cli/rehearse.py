@@ -99,9 +99,7 @@ def _in(run: RunConfig, folder: Path, name: str, **checkpoint: Any) -> RunConfig
 
 
 def _ends(root: Path) -> dict[str, str]:
-    """Return hashes of everything that ranks saved after the last step: weights, optimizer state,
-    random generators.
-    """
+    """Return hashes of everything saved after the last step, by rank."""
     manifest = ckpt_folder.read_manifest(root / ckpt_folder.folder_name(STEPS), verify=True)
     return {
         name: facts["header_sha256"]

@@ -120,9 +120,7 @@ def page_of(record: Record, *, tune: bool = False) -> str:
 
 
 def _from(files: str, made: Iterable[str]) -> Iterator[str]:
-    """Yield parts of the page within an element that names the files of the folder which their
-    numbers come from; nothing if there are no parts.
-    """
+    """Yield parts of the page in an element that names the files of their numbers."""
     parts = list(made)
     if parts:
         yield f'<div data-from="{files}">'

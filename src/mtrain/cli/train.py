@@ -188,9 +188,7 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
 
 
 def _machine(place: Launched) -> Machine:
-    """Return this machine with the devices of all tasks on it, where a scheduler shows each task
-    only its own.
-    """
+    """Return this machine with the devices of all tasks, of which each may see only its own."""
     machine = Machine.here()
     if place.launcher != "torchrun" and machine.gpus == 1 and place.local_size > 1:
         return replace(machine, gpus=place.local_size)

@@ -249,9 +249,7 @@ def _rate(tokens: float) -> str:
 
 
 def overrides(layout: Layout, task: Task, words: Sequence[str]) -> str:
-    """Return a layout as a user types it behind what is left of `words`, whatever a recipe among
-    them says of layouts.
-    """
+    """Return a layout as a user types it after `words` without their layout."""
     told = _told(layout, task, _composed(words, PLAINEST))
     return " ".join(
         [f"parallel={PLAINEST}", *(override(key, plain(value)) for key, value in told.items())]
@@ -278,9 +276,7 @@ def _composed(words: Sequence[str], choice: str) -> UnresolvedRun:
 
 
 def _told(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
-    """Return the keys that say it: those of a layout, but for what follows from others, and what
-    `before` says otherwise.
-    """
+    """Return the keys of a layout that do not follow from others, and those to override."""
     return {**_chosen(layout), **_other(layout, task, before)}
 
 
@@ -293,9 +289,7 @@ def _chosen(layout: Layout) -> dict[str, Any]:
 
 
 def _other(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
-    """Return keys of the layout that `before` has otherwise; what it leaves open follows from
-    others as it did here.
-    """
+    """Return the keys of the layout whose values in `before` differ."""
     wanted = changed(task.raw, layout.change)
     found = dict[str, Any]()
     parallel = type(wanted.parallel).model_fields.keys() - {"recompute", "ranks"}

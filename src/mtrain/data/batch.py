@@ -493,9 +493,7 @@ def is_repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
 
 
 def distinct_samples(source: Any, wanted: int) -> tuple[int, int]:
-    """Return how many of the first `wanted` samples of a split are distinct, and the number after
-    the last of them.
-    """
+    """Return the distinct samples among the first `wanted`, and the number after them."""
     if isinstance(source, WholeDocuments) and source.reaches(wanted - 1):
         return wanted, wanted
     most = min(wanted, len(source))

@@ -151,9 +151,7 @@ class Follower:
         )
 
     def _train(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Start the ranks of one attempt, and report how they ended; return the messages that came
-        meanwhile and still wait.
-        """
+        """Start one attempt's ranks, and report their end; return messages that still wait."""
         run = RunConfig.model_validate_json(message["run"])
         home = Path(message["home"])
         share = replace(

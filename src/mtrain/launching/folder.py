@@ -327,9 +327,7 @@ def _owner(folder: Path) -> str:
 
 
 def is_begun(folder: Path) -> bool:
-    """Return whether a run made a step or saved a file in a folder; a run that failed earlier may
-    be repeated there.
-    """
+    """Return whether a run made a step or saved a file in a folder."""
     if not folder.exists():
         return False
     if not folder.is_dir():

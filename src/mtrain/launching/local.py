@@ -305,9 +305,7 @@ def import_for(run: RunConfig) -> None:
 def environment_of(
     run: RunConfig, home: Path | None = None, share: Share | None = None
 ) -> dict[str, str]:
-    """Return the environment that all ranks of a run in `home` share on this machine, which has
-    `share` of them; None: all.
-    """
+    """Return the environment of all ranks on this machine, which has `share`; None: all."""
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
     here = run.parallel.ranks if share is None else share.here

@@ -88,9 +88,7 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Add ring attention by a kernel that holds no scores, one block of keys after another; partial
-    results are in fp32.
-    """
+    """Add ring attention by a kernel without scores, block by block, with fp32 results."""
     inner, steps = _around(r)
     n = h.n // inner
     groups = max(1, h.groups // inner)

@@ -41,9 +41,7 @@ class Shrink(Protocol):
     def __call__(
         self, model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int
     ) -> ModelConfig:
-        """Shrink a model such that layout `p` still splits it, and everything that decides which
-        code runs stays as it was.
-        """
+        """Shrink a model so that layout `p` splits it and the same code runs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,9 +31,7 @@ class Tensor:
     of: Tensor | None = None
     """Tensor whose memory it is a part of; it has a gradient of its own."""
     quantized: bool = False
-    """True if its producer quantises it for the linear layer that follows, and again for the
-    gradient of that layer's weight.
-    """
+    """True if its producer quantises it for the next linear layer and its gradient."""
 
 
 class Product(NamedTuple):
@@ -59,9 +57,7 @@ class Exchange(NamedTuple):
     for each other, or parts that go round.
     """
     bytes: int
-    """Size of the whole tensor; of one rank's data for the others in an all-to-all; of the part
-    that goes round in a ring.
-    """
+    """Bytes of the whole tensor, of a rank's data in an all-to-all, or of a ring's part."""
     messages: int = 1
     """Copies of a row for as many ranks at most: of a token that several experts take."""
 
@@ -188,9 +184,7 @@ class Graph:
 
     @contextmanager
     def made_again(self, name: str, *inputs: Tensor) -> Iterator[None]:
-        """Recompute the operations that are added inside in the backward of this one operation,
-        which keeps its `inputs`.
-        """
+        """Recompute the operations inside in the backward of one that keeps its `inputs`."""
         self.add(name, inputs)
         begin = len(self.ops)
         outer = self._again
@@ -202,9 +196,7 @@ class Graph:
         self.own.append(Block(begin, len(self.ops), when=len(self.ops)))
 
     def discard(self, *tensors: Tensor, when: bool = True) -> None:
-        """Discard `tensors` of the last recomputed block after their use: a backward that gets here
-        recomputes them.
-        """
+        """Discard `tensors` of the last recomputed block after use; a backward recomputes them."""
         if when and not self._again:
             block = self._used.pop()
             block.gives = tuple(map(memory, tensors))
@@ -232,9 +224,7 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 
 def kept(graphs: Iterable[Graph]) -> int:
-    """Return the bytes that autograd keeps of several graphs; one that occurs several times stands
-    for as many layers.
-    """
+    """Return the bytes that autograd keeps of several graphs, repeated ones included."""
     # Layers that compute the same share one graph (`gpt.graph.stack`), so graphs are distinguished
     # by identity.
     numbers = Counter(map(id, graphs := list(graphs)))

@@ -121,9 +121,7 @@ def backward(g: Graph) -> Iterator[Moment]:
 
 
 def _last_uses(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
-    """Return for each tensor the last operation whose backward needs it; and the tensors that are
-    recomputed, by operation.
-    """
+    """Return each tensor's last operation that needs it, and the recomputed ones by operation."""
     kept = g.kept()
     first = dict[Tensor, int]()
     made = dict[int, set[Tensor]]()
@@ -211,9 +209,7 @@ def backwards(graphs: Sequence[Graph]) -> Rises:
 
 
 def forwards(graphs: Sequence[Graph]) -> int:
-    """Return the peak bytes of several forwards, from the first graph to the last, on top of all
-    their saved tensors.
-    """
+    """Return the peak of several forwards, in order, on top of all saved tensors."""
     known: dict[int, tuple[int, int]] = {}
     behind = 0
     most = 0

@@ -49,9 +49,7 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
 
 
 def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Add a column-parallel linear layer with `outputs` on this rank; `x` is a part of the tokens
-    where those are split.
-    """
+    """Add a column-parallel linear layer with `outputs` here; `x` may be a part of the tokens."""
     made = x.quantized and not r.cuts_blocks
     low = r.sends_quantized or made
     arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather", low=low)
@@ -71,9 +69,7 @@ def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -
 
 
 def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Add a row-parallel linear layer with `inputs` on this rank; its output is a part of the
-    tokens where those are split.
-    """
+    """Add a row-parallel linear layer with `inputs` here, whose output may be split by tokens."""
     low = r.run.precision.quantized is not None
     # The quantised operand is kept in place of the input.
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
@@ -109,9 +105,7 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
 
 
 def weight_bytes(r: Rank, product: Product) -> int:
-    """Return the bytes of the gradient of a weight, or of a group's, before it is added to those of
-    other micro-batches.
-    """
+    """Return the bytes of a weight's or group's gradient before it is added to others."""
     return 0 if r.frozen else product.n * product.k * r.element
 
 
@@ -194,9 +188,7 @@ def activation(
 
 
 def fused(r: Rank) -> bool:
-    """Return whether megatron-core has a fused activation for the model's, as in
-    `mtrain.config.engine.core_fields`.
-    """
+    """Return whether megatron-core fuses the activation, as in `core_fields`."""
     m = r.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
     swiglu = m.activation == "swiglu" or (
@@ -370,9 +362,7 @@ def add_adapter(
 def add_expert_adapters(
     g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]
 ) -> None:
-    """Add the adapters of the experts of this rank, `rows[1]` of them with `rows[0]` rows each, if
-    they have any.
-    """
+    """Add the adapters of this rank's `rows[1]` experts with `rows[0]` rows each, if any."""
     if not r.adapted or "experts" not in (r.run.peft.target or ()):
         return
     each, local = rows

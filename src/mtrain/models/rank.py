@@ -40,9 +40,7 @@ class Rank:
 
     run: RunConfig
     words: Mapping[str, str]
-    """The implementation of each operation; where the machine that runs it chooses, the choice with
-    everything installed.
-    """
+    """The implementation of each operation, chosen with everything installed if left open."""
     host: bool
     """True if the rank computes on a CPU."""
     samples: int
@@ -74,9 +72,7 @@ class Rank:
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
 
     def at(self, index: int) -> Rank:
-        """Return the view of layer `index` of the model, counted from 0: first and last ones may
-        multiply in `dtype`.
-        """
+        """Return the view of layer `index` from 0; the first and last may be in `dtype`."""
         p = self.run.precision
         if not p.leaves(index, self.model.num_layers):
             return self
@@ -114,9 +110,7 @@ class Rank:
 
     @property
     def positions(self) -> int:
-        """Return the tokens that a model's table of angles covers: those of a sequence or, in a
-        packed one, of a document.
-        """
+        """Return the tokens that a table of angles covers: of a sequence, or a packed document."""
         return self.run.data.seen_tokens if self.run.data.packed else self.whole
 
     @property
@@ -199,9 +193,7 @@ class Rank:
 
     @property
     def cuts_blocks(self) -> bool:
-        """Return whether a block of tokens spans two ranks under sequence parallelism, so that
-        their quantised values cannot be used.
-        """
+        """Return whether blocks span ranks under SP, so that quantised values are useless."""
         whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
         return bool(whole and self.split_tokens % BLOCK)
 

@@ -18,9 +18,7 @@ Rearrange = Callable[[list[Any], Any], list[Any]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A rearrangement between the tensors of one entry on either side; both functions also take the
-    `model` section.
-    """
+    """A rearrangement between an entry's tensors; its functions also take the model."""
 
     name: str
     to_ours: Rearrange

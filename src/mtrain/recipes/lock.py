@@ -42,9 +42,7 @@ class Mismatch:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that compute, and of megatron-core as Python
-    finds it, without imports.
-    """
+    """Return the versions of installed packages that compute, without imports."""
     out = {"python": platform.python_version(), "mtrain": mtrain.__version__}
     for name in PACKAGES:
         try:

@@ -171,9 +171,7 @@ def layout_of(state: dict[str, Any]) -> str:
 
 
 def model_digest(run: RunConfig) -> str:
-    """Return hex sha256 of the keys that decide which weights there are: checkpoints of equal
-    digests hold the same tensors.
-    """
+    """Return hex sha256 of the keys that decide which weights a checkpoint has."""
     keys = {k: v for k, v in run.flat().items() if effect_of(k) is Effect.ARCHITECTURE}
     return hashlib.sha256(strict_json.dumps(keys, sort_keys=True).encode()).hexdigest()
 

@@ -154,9 +154,7 @@ def located(words: Sequence[str]) -> tuple[Path, Path, list[str]]:
 
 
 def configuration(target: Path, checkpoint: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the command line of the run that continues: the configuration in the folder, unless
-    the user names a whole one.
-    """
+    """Return the command line of the continued run: the folder's configuration unless named."""
     resume = f"checkpoint.resume={quoted(checkpoint)}"
     if any(word.partition("=")[0] in BASES for word in overrides):
         return [*overrides, resume]

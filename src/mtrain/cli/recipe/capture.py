@@ -277,9 +277,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _for_bash(command: list[str], text: str) -> list[str]:
-    """Return the command, with bash before it if it is itself a script of a plain `sh`, which would
-    read no BASH_ENV.
-    """
+    """Return the command, with bash before a plain `sh` script, which ignores BASH_ENV."""
     plain = re.match(r"#!\s*(/usr/bin/env\s+)?(\S*/)?(sh|dash)\s*\n", text)
     if plain and Path(command[0]).is_file() and shutil.which("bash"):
         return ["bash", *command]

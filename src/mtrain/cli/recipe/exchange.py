@@ -164,9 +164,7 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
 def _about(
     found: Imported, run: RunConfig, sources: str, problems: Sequence[Problem]
 ) -> dict[str, str]:
-    """Return the words of a recipe about itself; those that follow from what is left to fill in are
-    not said.
-    """
+    """Return the words of a recipe about itself, without those that are still open."""
     words = describe(run, f"imported from {sources} by mtrain recipe import")
     broken = ", ".join(
         dict.fromkeys(p.code for p in problems if p.severity == "error" and p.code != UNFILLED)

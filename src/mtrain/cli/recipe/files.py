@@ -233,9 +233,7 @@ def lock(words: Sequence[str], *, output: str | None) -> int:
 
 
 def verify(words: Sequence[str], *, as_json: bool) -> int:
-    """Print the differences between a lock and this machine; return 0 for none, 3 for versions or
-    devices, 4 for the file or data.
-    """
+    """Print differences of a lock from this machine; return 0, 3 (versions, device) or 4 (data)."""
     path = Path(needed(words, "recipe verify FILE"))
     held = read_lock(path)
     here = _sources(_places(held.sources, path))

@@ -57,9 +57,7 @@ class Composed:
 
     run: UnresolvedRun
     origins: dict[str, str]
-    """The origin of each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command
-    line`, `default`.
-    """
+    """The origin of each leaf: a file with its line, `command line` or `default`."""
     choices: dict[str, str]
     """group -> choice; for a run file only the groups that the command line replaced."""
     warnings: tuple[Problem, ...] = ()
@@ -498,9 +496,7 @@ class _Composition:
         of_files: Sequence[Layer],
         layers: Sequence[Layer],
     ) -> UnresolvedRun | None:
-        """Return the configuration with each refused key reset to the value below the refused one,
-        or to its default.
-        """
+        """Return the configuration with each refused key reset to its value below, or default."""
         # The second round takes the schema's defaults, in case the files below are wrong, too.
         for under in ((of_files, layers), ((), ())):
             tried = copy.deepcopy(dict(values))

@@ -159,9 +159,7 @@ class Library:
         }
 
     def said(self) -> Hashable:
-        """Return the names and texts of everything that was read; with the arguments they determine
-        the composition.
-        """
+        """Return names and texts of everything read; with the arguments they fix the result."""
         given = {name: repr(values) for name, (values, _) in self._given.items()}
         return tuple(
             sorted(
@@ -182,9 +180,7 @@ def _with_every_group(defaults: list[Any]) -> list[Any]:
 
 
 def _hidden(value: Any) -> Any:
-    """Return a value as Hydra gets it: lists, which Hydra must replace as a whole, and text that it
-    would interpret, become opaque text.
-    """
+    """Return a value as Hydra gets it: lists and interpreted text become opaque text."""
     if isinstance(value, dict):
         return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
     if isinstance(value, list) or (isinstance(value, str) and _is_read(value)):

@@ -185,9 +185,7 @@ def _loses(key: str, old: Any, new: Any, origin: str) -> bool:
 
 
 def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
-    """Return a problem for a number in place of a text, with a fix that quotes it as written: 1.10
-    is not 1.1.
-    """
+    """Return a problem for an unquoted text, with a fix that quotes it: 1.10 is not 1.1."""
     if problem.code != "MT013" or "must be text" not in problem.rule:
         return problem
     source, _, line = problem.source.rpartition(":")

@@ -329,9 +329,7 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
 
 
 def _sweep_fix(key: str, text: str) -> str:
-    """Return the meaning of several values for one key, or the flag for a sweep; empty if the key
-    takes none.
-    """
+    """Return each count's words with its swept ones, and a problem per wrong number of values."""
     found = field_of(key)
     if found is not None and "tuple" in str(found.annotation):
         return f"{key}=[{text}]"

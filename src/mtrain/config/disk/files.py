@@ -179,9 +179,7 @@ def files_near(path: Path) -> list[str]:
 
 
 def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
-    """Refuse a file outside of the working folder that does not ship and whose name has none of the
-    `endings`.
-    """
+    """Refuse an outside file that does not ship and has none of the `endings`."""
     # After links are followed: a link named x.yaml may lead to any file.
     real = os.path.realpath(path)
     inside = (os.path.realpath(folder) for folder in (".", conf_dir(), recipes_dir()))
@@ -394,9 +392,7 @@ PreferenceForm = Literal["pairs", "labels", "scores"]
 
 
 def form_of(record: dict[str, Any]) -> PreferenceForm | None:
-    """Return the form of a preference: a pair of answers, one with a label, or several with scores;
-    None: no preference.
-    """
+    """Return the form of a preference: pair, labelled or scored answers; else None."""
     if "chosen" in record and "rejected" in record:
         return "pairs"
     if "completion" in record and "label" in record:

@@ -184,9 +184,7 @@ class TokenFiles:
         return start // self.header.item_bytes
 
     def ids(self, start: int, count: int) -> tuple[int, int] | None:
-        """Return the smallest and largest of `count` token ids from a place of the stream on; None
-        if there are none.
-        """
+        """Return the smallest and largest of `count` token ids from a place on; None for none."""
         tokens = array(_LETTERS[self.header.code])
         size = self.header.item_bytes
         with open(self.bin, "rb") as file:

@@ -95,9 +95,7 @@ def _activation(run: RunConfig) -> str:
 
 
 def _output_init_std(run: RunConfig) -> float:
-    """Return the initial deviation of matrices that add to the residual stream: smaller with depth,
-    unless sums are normed.
-    """
+    """Return the initial deviation of residual outputs, smaller with depth unless normed."""
     m = run.model
     each = 1 if m.family == "hybrid" else 2  # a hybrid's layer is a mixer or an MLP
     return _init_std(run) / (
@@ -327,9 +325,7 @@ SCHEDULE_FIELDS: dict[str, Get] = {
 
 
 def values(table: Table, run: RunConfig) -> dict[str, Any]:
-    """Return the values of a table for a resolved configuration and the loaded release, without
-    fields that keep megatron-core's default.
-    """
+    """Return the values of a table for a run and the loaded release, without defaults."""
     return {
         name: value
         for name, get in table.items()

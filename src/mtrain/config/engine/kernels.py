@@ -182,9 +182,7 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
 
 
 def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
-    """Return the operations for which `auto` would choose Triton if its kernels had been run on
-    this generation of GPUs.
-    """
+    """Return the operations whose Triton kernels `auto` skips as unmeasured on these GPUs."""
     device = run.cluster.device
     if not facts_of(device).cuda_kernels:
         return []
@@ -453,9 +451,7 @@ KEYS = ("default", *(op.name for op in OPERATIONS))
 def problems(
     run: RunConfig, machine: Facts, origins: Mapping[str, str], keys: Sequence[str] = KEYS
 ) -> Iterator[Problem]:
-    """Return a problem for each named implementation that this machine cannot run (a rule covers te
-    on a wrong device).
-    """
+    """Return a problem for each named implementation that this machine cannot run."""
     for key in keys:
         yield from _problem(run, machine, origins, key)
 

@@ -175,9 +175,7 @@ class Known:
 
 
 def known(name: str) -> Known | None:
-    """Return the description of a GPU by name, from the first folder of choices that has one; None
-    if no folder does.
-    """
+    """Return the description of a GPU by name from the first folder with one, or None."""
     return _known(name, tuple(folders()))
 
 

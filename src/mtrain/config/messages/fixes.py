@@ -148,9 +148,7 @@ class _Trial:
             return False
 
     def _said(self, run: UnresolvedRun, *, unusual: bool) -> set[tuple[str, str]]:
-        """Return the findings of the rules for a run; warnings and missing inputs count only if
-        nothing `unusual` may remain.
-        """
+        """Return the findings for a run; unless `unusual`, warnings and missing inputs count."""
         found = findings(self.resolve(run), self.answers)
         return {
             (f.code, f.path)

@@ -95,9 +95,7 @@ def accepts(path: str, value: Any) -> bool:
 
 
 def taken(path: str, value: Any) -> list[Any]:
-    """Return the values that the key at `path` accepts and `value` may have meant: the likeliest,
-    then equally likely ones.
-    """
+    """Return the values that a key accepts and `value` may have meant, likeliest first."""
     for group in readings(path, value):
         out: list[Any] = []
         for reading in group:

@@ -62,9 +62,7 @@ def unread_tokenizer(folder: Path) -> Path | None:
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Return whether the weights of a folder were trained elsewhere: a Hugging Face folder, or a
-    run that imported one.
-    """
+    """Return whether a folder's weights were trained elsewhere, in Hugging Face's form."""
     return any(os.path.isfile(folder / name) for name in ("config.json", "conversion.json"))
 
 
@@ -92,9 +90,7 @@ KEY = "checkpoint.init_from"
 def start_of(
     settings: Mapping[str, Any], recipe: Mapping[str, Any], choice: Mapping[str, Any]
 ) -> str | None:
-    """Return the folder that the command line, else the recipe, else the choice of `checkpoint`
-    names; None if none does.
-    """
+    """Return the folder named by the command line, the recipe or the choice; else None."""
     if KEY in settings:
         found = settings[KEY]
     else:

@@ -39,9 +39,7 @@ def load(stored: Tensor) -> RawArray:
 
 @dataclass
 class Reader:
-    """The weights of a folder by the names that a table has for them; remembers a hash of
-    everything that it read.
-    """
+    """The weights of a folder by a table's names, with a hash of everything read."""
 
     folder: Folder
 
@@ -127,9 +125,7 @@ def _of_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor) -> torch.Ten
 
 
 def _of_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bytes `blocks` [..., n, groups, 16] and exponents `scales` [..., n, groups] as [...,
-    groups * 32, n].
-    """
+    """Return `blocks` [..., n, groups, 16] times `scales` as [..., groups * 32, n]."""
     import torch
 
     bytes_only = blocks.dtype == scales.dtype == torch.uint8

@@ -45,9 +45,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _complete(out: Path) -> None:
-    """Say in tokenizer_config.json, where nothing says it, how the file is read and which token
-    ends a text.
-    """
+    """Complete tokenizer_config.json with the reader and the end of a text."""
     settings = ChatFormat(out).settings
     more = {key: value for key, value in PLAIN.items() if key not in settings}
     # without it, generation with transformers would not stop

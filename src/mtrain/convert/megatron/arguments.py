@@ -40,9 +40,7 @@ class Difference(NamedTuple):
     becomes: Any
     """The value of the key that the argument means."""
     why: str = ""
-    """Reason why the argument cannot be imported; or, with a key, why `becomes` is what Megatron-LM
-    computes.
-    """
+    """Reason against importing the argument; or, with a key, for `becomes`."""
 
 
 def is_whole(kept: Mapping[str, Any]) -> bool:
@@ -94,9 +92,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def kept_in(folder: Path, common: Chunk | None = None) -> Path:
-    """Return the file that has a checkpoint's arguments: `common.pt` where there is one, as
-    megatron-core reads it.
-    """
+    """Return the file with a checkpoint's arguments: `common.pt` where there is one."""
     return folder / COMMON if common is None or (folder / COMMON).exists() else common.path
 
 

@@ -321,9 +321,7 @@ def _without_flags(
 
 
 def _meant(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key, where null is what the schema says that it stands for, or a number
-    that others give.
-    """
+    """Return the value of a key, with null as its meaning in the schema or from others."""
     value = _effective(values, key)
     null = key_of(key).null
     return float(null) if value is None and isinstance(null, int | float) else value

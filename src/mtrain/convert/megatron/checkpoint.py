@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 KIND = "torch_dist"
 """The name of the format in a certificate."""
 LAYOUTS = ("stacked", "apart")
-"""Layouts of layers in an export: one tensor with all layers along its first axis, or a tensor for
-each layer.
-"""
+"""Layouts of layers in an export: one tensor of all, or a tensor for each layer."""
 
 
 def open_weights(source: Path) -> TorchDist:

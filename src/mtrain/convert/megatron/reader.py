@@ -239,9 +239,7 @@ def _fill(file: Any, buffer: memoryview, name: str) -> None:
 
 MAX_PICKLE_BYTES = 1 << 20
 MAX_DIRECTORY_BYTES = MAX_PICKLE_BYTES
-"""Limits of the pickle of one tensor, and of the directory of its four or five entries; usual ones
-are a thousand times smaller.
-"""
+"""Limits of a tensor's pickle and of its directory, usually a thousand times smaller."""
 _LOCAL_HEADER = 30
 _ORDER = b"little"
 _STORAGES = {
@@ -267,9 +265,7 @@ ADMITTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The place of a chunk's numbers: element `index` is at `start` plus the sum of index times
-    stride, in numbers.
-    """
+    """The place of a chunk's numbers: `index` is at `start` plus the sum of index * stride."""
 
     path: Path
     start: int
@@ -341,9 +337,7 @@ Described = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def _described(made: Any, where: str) -> Described:
-    """Return number format, name and numbers of its storage, its first number in it, shape and
-    strides of a saved tensor.
-    """
+    """Return format, name and size of its storage, and offset, shape and strides of a tensor."""
     wrong = CorruptData(f"{where} is no tensor that torch saved")
     if not isinstance(made, Record) or made.name not in _TENSORS or len(made.arguments) < 4:
         raise wrong

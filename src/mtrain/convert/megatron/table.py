@@ -18,15 +18,11 @@ from mtrain.models.gpt.torch_dist import VOCABULARY, one_name
 from mtrain.models.table import SAME, Copy, Entry, Operation, Table, with_rows
 
 MOST_PADDING = 8192
-"""Rows of a table of token ids beyond the vocabulary: fewer, as 128 for each of 64 tensor-parallel
-ranks make.
-"""
+"""Fewer padded rows beyond the vocabulary than 128 for each of 64 ranks."""
 
 
 def _rows(tensors: list[Any], model: Any) -> list[Any]:
-    """Return rows up to those of our padded vocabulary, whatever theirs is padded to; unchanged
-    where it is another's.
-    """
+    """Return rows up to our padded vocabulary; unchanged for another vocabulary."""
     (table,) = tensors
     ids = model.vocab_size
     rows = model.padded_vocab_size
@@ -52,9 +48,7 @@ def torch_dist_name(box: Box) -> str:
 
 
 def table_of(ours: Mapping[str, Box]) -> Table:
-    """Return the table of a model's weights; it is made of megatron-core's own names for our model
-    (`ShardSpec`).
-    """
+    """Return the table of a model's weights, from megatron-core's names (`ShardSpec`)."""
     return Table(
         once=tuple(_entry(name, torch_dist_name(tensor)) for name, tensor in ours.items()),
         layer=(),

@@ -98,9 +98,7 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    """Chunks that cover the tensor exactly. A tensor that is no weight has none here: its chunks
-    are not checked.
-    """
+    """Chunks that cover the tensor exactly; empty for a tensor that is no weight."""
 
     @property
     def nbytes(self) -> int:

@@ -46,9 +46,7 @@ class PeftAdapters:
 
 
 def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tuple[Step, list[Any]]]:
-    """Yield the steps of a table whose weights of ours have adapters in `held`, by the name of the
-    weight, with those.
-    """
+    """Yield each step whose weights have adapters in `held`, with those, by weight."""
     for step in table.entries(model):
         if all(name in held for name in step.ours):
             yield step, [held[name] for name in step.ours]
@@ -57,9 +55,7 @@ def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tupl
 def to_peft(
     table: Table, model: Any, held: Mapping[str, Whole], *, swapped: bool = False
 ) -> PeftAdapters:
-    """Return the adapters `held` of our weights, by the name of the weight, as `peft` has them;
-    `swapped`: until 0.18.
-    """
+    """Return our adapters `held` as `peft` has them, by weight; `swapped`: until 0.18."""
     out = PeftAdapters()
     for step, own in steps_of(table, model, held):
         if _is_one_layer(step):
@@ -257,9 +253,7 @@ def _joined(rows: list[Tensor], step: Step, model: Any) -> Tensor:
 
 
 def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at: str) -> Whole:
-    """Return an adapter of one layer of theirs whose rows each use the A of one part of ours, as
-    `to_peft` writes it.
-    """
+    """Return an adapter of one layer of theirs, made of several of ours, as `to_peft` writes it."""
     rows, rank = shapes.b
     a = _taken(left, f"{at}.lora_A.weight", shapes.a)
     joined = _joined([_taken(left, f"{at}.lora_B.weight", (rows, shapes.a[0]))], step, model)

@@ -176,9 +176,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_swapped(body: Mapping[str, Any]) -> bool:
-    """Return whether adapters of experts are in the form until 0.18; files of before 0.18 do not
-    say their version.
-    """
+    """Return whether adapters of experts are in the unversioned form until 0.18."""
     # a development version has a hash after @
     version = str(body.get("peft_version") or "0.17").partition("@")[0].split(".")
     # a word such as 0rc1 counts as 0

@@ -171,9 +171,7 @@ def _form(lines: JsonLines) -> PreferenceForm:
 def _work(
     data: DataConfig, form: ChatFormat, tokenizer: Tokenizer, preferences: PreferenceForm | None
 ) -> Work:
-    """Return the function that encodes a line: its chat, or the chosen and the rejected chat of
-    each pair in it, or its labelled one.
-    """
+    """Return the function that encodes a line: its chat, its pairs or its labelled chat."""
     keys = Keys(frozenset(data.ignored_keys), "\n".join(form.templates.values()))
 
     def encode(line: bytes) -> Sequence[EncodedChat]:

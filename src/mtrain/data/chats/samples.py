@@ -1,6 +1,4 @@
-"""Samples of encoded chats: one chat each or a window of several, pairs for preferences, and
-prompts for rollouts.
-"""
+"""Samples of encoded chats: chats, packed windows, pairs and prompts."""
 
 from __future__ import annotations
 

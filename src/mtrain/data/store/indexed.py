@@ -89,9 +89,7 @@ class IndexCheck:
         self._next = 0
 
     def opened(self, *, whole: bool) -> int:
-        """Check the index, or only its ends and some parts if it is large; return the size that the
-        `.bin` must have.
-        """
+        """Check the index, if large only in parts; return the size of its `.bin`."""
         # An index of 1e8 documents has 2 GB, and a run that opens it reads a few of its samples.
         # Sampled parts find a wrong file at once; `check_next` finds the rest while it trains.
         if whole or self._size <= LARGE:

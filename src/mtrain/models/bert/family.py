@@ -93,9 +93,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
 
 
 def _saved_as(model: ModelConfig, name: str) -> str:
-    """Return the name of a weight in our checkpoints: norms in front have the name of the linear
-    layer after them.
-    """
+    """Return a weight's name in our checkpoints, norms after the next linear layer's."""
     return names_written(name, model)[-1] if name.startswith("encoder.layers.") else name
 
 

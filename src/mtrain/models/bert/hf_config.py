@@ -11,9 +11,7 @@ from mtrain.recipes.huggingface.families import COMMON
 from mtrain.recipes.huggingface.readers import UNGATED_WORDS
 
 HEADS = {"ForPreTraining": True, "ForMaskedLM": False}
-"""Ends of its classes in transformers with a head for masked tokens -> whether there is one for the
-next sentence.
-"""
+"""Ends of its classes in transformers -> whether they have a next-sentence head."""
 CLASSES = {"bert": "Bert", "megatron-bert": "MegatronBert"}
 """`model_type` -> begin of its classes."""
 GELUS = {word: ours for word, ours in UNGATED_WORDS.items() if ours.startswith("gelu")}

@@ -195,9 +195,7 @@ PASSES = 8
 
 
 def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:
-    """Add the indexer, which reads the input of MLA and its normed latent queries; every
-    tensor-parallel rank computes all of it.
-    """
+    """Add the indexer, which reads MLA's input and latent queries, whole on every rank."""
     dsa = r.model.dsa
     mla = r.model.mla
     t = r.tokens
@@ -337,9 +335,7 @@ def _decays(g: Graph, r: Rank, own: LinearAttentionConfig) -> None:
 
 
 def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: bool) -> Tensor:
-    """Return the outputs of heads; the definition in plain torch keeps only its inputs, and is
-    recomputed in the backward.
-    """
+    """Return the outputs of heads; plain torch keeps its inputs and recomputes."""
     heads = own.num_value_heads // r.layout.tp
     d = own.key_head_dim
     e = own.value_head_dim

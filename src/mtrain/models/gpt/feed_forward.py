@@ -34,9 +34,7 @@ def mixes(r: Rank, layer: int) -> bool:
 
 
 def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int, *, offset: bool = True) -> Tensor:
-    """Add the two linear layers of this rank's part of `width` channels, and the activation between
-    them; return their output.
-    """
+    """Add the two linear layers of `width` channels and the activation; return the output."""
     h = r.model.hidden_size
     share = width // r.layout.tp
     first = column(g, r, f"{name}.linear_fc1", x, h, (2 if r.model.gated else 1) * share)
@@ -127,9 +125,7 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
-    """Return the copies of tokens that the experts of a rank get, at the imbalance that
-    the plan assumes for the busiest one.
-    """
+    """Return the token copies of a rank's experts at the plan's assumed imbalance."""
     etp = r.layout.etp or r.layout.tp
     rows = r.split_tokens * moe.router_topk * etp
     if moe.expert_capacity_factor is None:
@@ -152,9 +148,7 @@ def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
 
 
 def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
-    """Return the maps of rows: of all experts, or for both ways of each permutation the places of
-    rows and of copies.
-    """
+    """Return the maps of rows, of all experts or for both ways of each permutation."""
     copies = r.split_tokens * moe.router_topk
     marks = r.split_tokens * moe.num_experts
     if not r.by_lists:
@@ -245,9 +239,7 @@ def _quantises_again(r: Rank) -> bool:
 
 
 def _in_eight_bits(r: Rank, rows: int, local: int) -> int:
-    """Return the elements of a column that are kept of `rows` rows of `local` experts: ours begin
-    each expert with a block.
-    """
+    """Return the kept elements of `rows` rows of `local` experts, each in whole blocks."""
     return max(1, (rows + (BLOCK - 1) * local) // BLOCK) * BLOCK if _ours(r) else rows
 
 

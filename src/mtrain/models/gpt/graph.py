@@ -85,18 +85,14 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def kind(r: Rank, index: int) -> tuple[bool, ...]:
-    """Return a key that is equal for layers that compute the same: experts, linear attention,
-    window and rotary positions.
-    """
+    """Return an equal key for layers that compute the same."""
     return mixes(r, index), r.model.is_linear(index), windowed(r, index), rotates(r, index)
 
 
 def stack(
     r: Rank, layers: Sequence[int], add: AddLayer, kind: Callable[[int], Any] = lambda index: None
 ) -> list[Graph]:
-    """Return the graphs of layers, one after another: each layer, or each group of them that is
-    recomputed together.
-    """
+    """Return the graphs of layers, one each, or one for each recomputed group."""
     wide = partial(r.run.precision.leaves, layers=r.model.num_layers)
     again = r.layout.recompute
     made = dict[Any, Graph]()

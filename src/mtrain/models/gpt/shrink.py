@@ -15,9 +15,7 @@ HIDDEN = 64
 FFN = 128
 VOCAB = 512
 PADDED = 385
-"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole
-ranks of tp8.
-"""
+"""Token ids of a model with padding, whose last rows are padding on whole ranks of tp8."""
 
 
 def vocabulary(model: ModelConfig) -> int:

@@ -61,9 +61,7 @@ def counted_axes(name: str) -> int:
 
 
 def one_name(name: str, numbers: Sequence[int] = ()) -> str:
-    """Return the canonical name of a weight: without prefix, with the numbers that it lacks, and
-    the norm's own.
-    """
+    """Return a weight's canonical name, with the missing numbers and the norm's own name."""
     match = PREFIXES.match(name)
     name = name[match.end() :] if match else name
     for number in numbers:
@@ -103,9 +101,7 @@ def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
 
 
 def saved_as(model: ModelConfig, name: str) -> str:
-    """Return the name of a module's weight in our checkpoints, with all its numbers, as
-    megatron-core's own layers name it.
-    """
+    """Return a module weight's name in our checkpoints, as megatron-core's layers name it."""
     return (
         names_written(one_name(name), model)[-1] if name.startswith(("decoder.", "mtp.")) else name
     )
@@ -128,9 +124,7 @@ def layer_of(name: str) -> int:
 
 
 def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
-    """Return a name without the numbers of experts and, with `layers`, of the decoder's layers, and
-    those numbers.
-    """
+    """Return a name without the numbers of experts and `layers`, and those numbers."""
     numbers = list[int]()
     patterns = [r"(^decoder\.layers)\.(\d+)\."] * layers + [r"(\.experts\.experts)\.(\d+)\."]
     for pattern in patterns:

@@ -52,9 +52,7 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
 
 
 def alike(m: ModelConfig) -> dict[int, int]:
-    """Return a layer of each kind, and how many have its weights: dense or sparse, with softmax or
-    linear attention.
-    """
+    """Return a layer of each kind, and how many have its weights."""
     last = m.num_layers - 1
     dense = last if m.moe is None else min(m.moe.first_dense_layers, last)
     # With multi-token prediction the final norm comes with the last layer (`ends`).
@@ -70,9 +68,7 @@ def alike(m: ModelConfig) -> dict[int, int]:
 
 
 def ends(m: ModelConfig, held: Stage) -> bool:
-    """Return whether the final norm is on a stage: that of the loss, with multi-token prediction
-    that of the last layer.
-    """
+    """Return whether the final norm is on a stage: that of the loss or of the last MTP layer."""
     return m.num_layers - 1 in held.layers if m.mtp_num_layers else held.loss
 
 
@@ -272,9 +268,7 @@ def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterat
 
 
 def _of_experts(name: str, own: list[Weight], run: RunConfig) -> Iterator[Weight]:
-    """Yield the adapters of each expert; a factor that is not split with the weight is split along
-    the hidden size.
-    """
+    """Yield the adapters of each expert; an uncut factor is split along the hidden size."""
     ranks = expert_tensors(run.parallel)
     r = run.peft.r or 0
     for number, weight in enumerate(w for w in own if len(w.shape) == 2):

@@ -89,9 +89,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
 
 
 def pattern(whole: str, layers: int) -> str:
-    """Return a pattern of so many layers that has every kind, if there is room: each once in the
-    order of the model, then again.
-    """
+    """Return a pattern of so many layers, with each kind once in order, then again."""
     kinds = list(dict.fromkeys(kind for kind in whole if kind in KINDS)) or ["M"]
     return "".join(kinds[i % len(kinds)] for i in range(layers))
 

@@ -1,6 +1,4 @@
-"""LLaVA on one rank: the language model, and on the first stage the vision tower and the projector
-of the images.
-"""
+"""LLaVA on one rank: the language model; on stage 0 vision tower and projector."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Hugging Face's names of the weights of LLaVA: of files as they are written today, of older ones,
-and in memory.
-"""
+"""Hugging Face's names of the weights of LLaVA, in current and old files and in memory."""
 
 from __future__ import annotations
 

@@ -53,9 +53,7 @@ class Spans:
         self._key = keys(seed, 0, f"spans {part}", 1)
 
     def __call__(self, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
-        """Return the micro-batch of windows int64 [n, tokens + 1], whose last token is not used,
-        and their numbers.
-        """
+        """Return the micro-batch of windows int64 [n, tokens + 1] and their numbers."""
         pairs = [
             self.split(w, self.noisy(n))
             for w, n in zip(windows.numpy()[:, :-1], numbers, strict=True)

@@ -120,9 +120,7 @@ class ConfigFile:
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return the value of a key that others are multiplied with; a text, which multiplication
-        would repeat, raises TypeError.
-        """
+        """Return the value of a key as a number; raise TypeError for anything else."""
         value = self.get(key, default)
         if not isinstance(value, int | float):
             raise TypeError(f"{key} is not a number")
@@ -340,9 +338,7 @@ class Class:
     read: frozenset[str]
     """Keys that it reads, of those that any class declares."""
     null: Mapping[str, str]
-    """Key -> the meaning of null: `refused`, `absent` (as if left out), `filled` (with another
-    value), `false`, or `nothing`.
-    """
+    """Key -> the meaning of null: `refused`, `absent`, `filled`, `false`, or `nothing`."""
     declared: frozenset[str]
     """Keys that the class of any kind declares or reads."""
 

@@ -223,9 +223,7 @@ def _latent(file: ConfigFile) -> None:
 
 
 def _groups(file: ConfigFile, best: int) -> None:
-    """Read group-limited routing, where a group's score is the sum of its `best` scores; one group
-    means no groups.
-    """
+    """Read group-limited routing, a group scoring the sum of its `best` scores."""
     many = file.get("n_group", 1) > 1
     file.out |= {
         "model.moe.router_num_groups": file.get("n_group") if many else None,

@@ -241,9 +241,7 @@ def _single(flag: str, key: str, absent: Any) -> Entry:
 
 
 def _group_score(arguments: Arguments, draft: Draft) -> Draft:
-    """Return how many best scores Megatron-LM sums per group: the experts that a token takes from
-    each of its groups.
-    """
+    """Return how many best scores Megatron-LM sums per group: the experts of a token in it."""
     groups = draft.get("model.moe.router_num_groups")
     taken = draft.get("model.moe.router_group_topk")
     key = "model.moe.router_group_score_topk"

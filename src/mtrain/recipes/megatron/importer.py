@@ -269,9 +269,7 @@ def _vocabulary(draft: Draft, notes: list[str], extra: Sequence[str], left: dict
 
 
 def _padding(run: UnresolvedRun, exported: Draft, notes: list[str]) -> UnresolvedRun:
-    """Set the mask of padded ids: Megatron-LM's softmax is over the padded vocabulary, so it
-    matters only with padding.
-    """
+    """Set the mask of padded ids: Megatron-LM's softmax includes the padding."""
     key = "model.mask_padded_vocab"
     m = run.model
     if key in exported:

@@ -182,9 +182,7 @@ def _tasks_of_a_node(given: Mapping[str, str], nodes: int | None, tasks: int | N
 
 
 def _of_mpi(own_options: Mapping[str, str]) -> dict[str, str]:
-    """Return options of MPI under the names that other launchers use: MPI's `-N` counts the
-    processes of a machine.
-    """
+    """Return options of MPI by the names of other launchers: its `-N` counts processes."""
     names = {"--ntasks": "--np", "--nodes": "--npernode"}
     out = {names.get(flag, flag): value for flag, value in own_options.items()}
     # `--map-by ppr:8:node` of Open MPI

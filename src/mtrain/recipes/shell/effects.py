@@ -197,9 +197,7 @@ class Effects(Expander):
     def either(
         self, name: str, choices: Sequence[list[Value] | Gap | None], why: str
     ) -> list[Value] | Gap:
-        """Return one of several values of a variable: their common beginning, and a gap with the
-        words that some add.
-        """
+        """Return one of several values: their common beginning, and a gap with added words."""
         if any(isinstance(one, Gap) and one.words is None for one in choices):
             return self.gap(f"${name}", why)
         values = [_items(one) for one in choices]

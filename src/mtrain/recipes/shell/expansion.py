@@ -152,9 +152,7 @@ class Expander:
         return tuple(out)
 
     def expand(self, raw: Raw) -> list[Word]:
-        """Return the words that a word becomes: none for an empty variable, several for an array or
-        an unquoted list.
-        """
+        """Return the words of a word: none, or several of an array or unquoted list."""
         if has_braces(raw):
             several = word_of(self.joined(raw.parts))
             return [Unread((self.gap(shown(several), "names several words in braces"),))]
