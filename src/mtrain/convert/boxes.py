@@ -30,7 +30,7 @@ _COUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Box:
-    """The place of a whole tensor of ours: a box of one tensor of a checkpoint."""
+    """The place of a whole tensor of mtrain's: a box of one tensor of a checkpoint."""
 
     key: str
     global_shape: tuple[int, ...]

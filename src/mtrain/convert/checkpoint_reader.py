@@ -65,8 +65,7 @@ class CheckpointReader:
         piece; else an empty text.
 
         Raises:
-            CorruptData: there is no such tensor, or it has another shape, or its pieces are not as
-                they were written.
+            CorruptData: the tensor is missing, has another shape, or its pieces have changed.
         """
         entry = self.manifest["tensors"].get(name)
         if entry is None or tuple(entry["shape"]) != box.global_shape:
@@ -98,7 +97,7 @@ class CheckpointReader:
         shard = self._files[piece["file"]]
         held = shard.entry(piece["entry"])
         width = BYTES.get(held.dtype, 0)
-        # the shard may not be the one that the manifest describes
+        # the shard may differ from the manifest's description
         if not width or not start <= stop <= prod(held.shape):
             raise CorruptData(f"{shard.name}: {piece['entry']} is {held.dtype} {list(held.shape)}")
         # only the blocks that hold these elements are read and hashed

@@ -1,4 +1,4 @@
-"""Softmax attention of one rank's heads: what each implementation computes and keeps."""
+"""Softmax attention of one rank's heads: the operations and memory of each implementation."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _around(r: Rank) -> tuple[int, int]:
-    """Return the ranks that exchange a sequence for heads, and those that pass keys on."""
+    """Return the counts of ranks that exchange a sequence for heads, and that pass keys on."""
     if r.layout.cp_comm_type == "a2a+p2p":
         inner, outer = r.layout.hierarchical_cp_sizes or (1, r.layout.cp)
         return inner, outer
@@ -227,7 +227,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
         works = 3 * scores * FP32
     else:
         keeps, out = _flash(r, h, s, masked)
-    if cp > 1:  # what ranks of one sequence have of each other, and its gradients
+    if cp > 1:  # other ranks' part of the sequence, and its gradients
         moved = sum(tensor.bytes for tensor in {h.q, h.k, h.v} - set(given))
         needs = needs + moved
         works = works + moved
@@ -311,7 +311,7 @@ def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     s = r.length * inner
     rows = b * n * s
     out = b * n * s * h.v_width
-    # what is in fp32 already is not copied at every step
+    # a tensor in fp32 is not copied at every step
     q = h.q if inner == 1 else Tensor(rows * h.width * FP32)
     for step in range(steps):
         operands = [rows * h.width, b * n * s * h.width, out]

@@ -29,7 +29,7 @@ class Tensor:
     constant: bool = False
     """True if it has no gradient."""
     of: Tensor | None = None
-    """Tensor whose memory it is a part of; it has a gradient of its own."""
+    """Tensor whose memory it is a part of; it has its own gradient."""
     quantized: bool = False
     """True if its producer quantises it for the next linear layer and its gradient."""
 

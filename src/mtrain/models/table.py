@@ -25,7 +25,7 @@ class Operation:
     to_theirs: Rearrange
 
     def apply(self, tensors: list[Any], model: Any, *, inward: bool) -> list[Any]:
-        """Return theirs as ours, or ours as theirs."""
+        """Return transformers' tensors as mtrain's, or the reverse."""
         return (self.to_ours if inward else self.to_theirs)(tensors, model)
 
 
@@ -202,24 +202,24 @@ def chain(*operations: Operation) -> Operation:
 SAME = Operation("same", _same, _same)
 TRANSPOSED = Operation("transposed", _transposed, _transposed)
 VOCABULARY = Operation("padded vocabulary", _padded, _unpadded)
-"""Ours has rows up to a multiple of 128."""
+"""mtrain pads the rows to a multiple of 128."""
 QKV = Operation("joined by query group", _joined_qkv, _split_qkv)
-"""Queries, keys and values of theirs; of ours, for each group its queries, key and value."""
+"""transformers: queries, keys and values; mtrain: the queries, key and value of each group."""
 GATED_QKV = Operation("joined by query group, with gates", _joined_gated, _split_gated)
-"""Theirs are queries, each head with its gate behind it, keys and values; ours holds, of each query
-group, its queries, their gates, its key and its value.
+"""transformers: queries, each head followed by its gate, keys and values; mtrain: each query
+group's queries, their gates, its key and its value.
 """
 DELTA = Operation("sections of heads", _joined_delta, _split_delta)
-"""Theirs are, head by head of the keys, its query, key, values and gates, and its betas and decays;
-ours has each kind of all heads behind the other.
+"""transformers: for each key head its query, key, values and gates, and its betas and decays;
+mtrain: one kind of all heads after another.
 """
 QKV_ROWS = Operation("rows joined by query group", _joined_rows, _split_rows)
-"""Theirs is all queries, then all keys, then all values, in one tensor."""
+"""transformers: all queries, then all keys, then all values, in one tensor."""
 GATE_UP = Operation("gate over up", _concatenated, _halves)
 EXPERTS = Operation("one of each expert", _unstacked, _stacked)
-"""Theirs is one tensor of all experts; ours one for each."""
+"""transformers: one tensor of all experts; mtrain: one for each."""
 PAIRS = Operation("pairs as halves", _neighbours_as_halves, _halves_as_neighbours)
-"""Theirs has gates and what they gate side by side in the last axis."""
+"""transformers: gates and up projections interleaved in the last axis."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of theirs that duplicates the tensor `of`, where tied or in an MTP layer."""
+    """A tensor of transformers that duplicates the tensor `of`, if tied or in an MTP layer."""
 
     name: str
     of: str
@@ -244,7 +244,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Entry:
-    """Tensors that hold the same; `{i}` counts layers, `{e}` experts, of ours alone or of both."""
+    """Tensors with equal content; `{i}` counts layers, `{e}` experts, of mtrain only or of both."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -313,17 +313,17 @@ class Table:
 
 
 def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Any]:
-    """Return their tensors as ours; an entry of which they have nothing is left out.
+    """Return transformers' tensors as mtrain's, without entries that have none of them.
 
     Raises:
-        KeyError: they have some tensors of an entry only.
-        ValueError: a tensor of theirs has no entry, or more than one.
+        KeyError: only some tensors of an entry are there.
+        ValueError: a tensor has no entry, or more than one.
     """
     return _mapped(table, model, theirs, True)
 
 
 def to_theirs(table: Table, model: Any, ours: Tensors) -> dict[str, Any]:
-    """Return our tensors as theirs, with the errors of `to_ours`."""
+    """Return mtrain's tensors as transformers', with the errors of `to_ours`."""
     return _mapped(table, model, ours, False)
 
 

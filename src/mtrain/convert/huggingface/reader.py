@@ -85,7 +85,7 @@ class Reader:
         return ""
 
     def tensor(self, name: str) -> RawArray:
-        """Return a weight; what was stored in fewer bits comes in bf16, and is computed by torch.
+        """Return a weight; torch dequantises weights stored in fewer bits to bf16.
 
         Raises:
             CorruptData: it cannot be read, or its parts do not fit together.

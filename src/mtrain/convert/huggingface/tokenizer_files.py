@@ -1,4 +1,4 @@
-"""The tokenizer files that an export ships: those that the run was trained with."""
+"""The tokenizer files of an export: the files of the run's training."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def special_ids(home: Path) -> dict[str, int]:
 def also_ending(home: Path, generation: Path) -> None:
     """Add the end token of the run's tokenizer to those of a generation_config.json.
 
-    The chat template of a run may end turns with a token of its own. The settings that came with
-    imported weights stay unchanged.
+    The chat template of a run may have its own token for the end of a turn. The settings that came
+    with imported weights stay unchanged.
     """
     own = home / SETTINGS_FILE
     imported = home / KEPT / SETTINGS_FILE

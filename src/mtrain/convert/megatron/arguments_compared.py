@@ -39,7 +39,7 @@ _NEGATED = {
 }
 """Switches that make an argument false -> its name; other flags have the argument's name."""
 _LEFT_OUT = ("vocab_size", "max_position_embeddings", "mask_padded_vocab", "mtp_use_repeated_layer")
-"""Keys of which the weights say enough, or that change no number of a token."""
+"""Keys that the weights determine, or that change no number of a token."""
 _SAME_NUMBERS = ("--apply-query-key-layer-scaling", "--use-legacy-models")
 """Unmapped flags without effect on the result: scores are divided by the layer's number and
 multiplied by it again; and older code for the same network.
@@ -71,7 +71,7 @@ _SAME_NAME = (
 @cache
 def _entries() -> tuple[Entry, ...]:
     """Return the entries of the table for compared keys of a model."""
-    # without keys of which the weights say enough
+    # without keys that the weights determine
     left = {f"{_OF}{key}" for key in _LEFT_OUT}
     return tuple(
         e for e in table() if e.flags and any(k.startswith(_OF) and k not in left for k in e.keys)
@@ -275,15 +275,15 @@ def _named(entry: Entry, kept: Mapping[str, Any], ours: Mapping[str, Any]) -> st
 
 @cache
 def _unflagged() -> dict[str, str]:
-    """Return keys without a flag that change what a model computes -> the argument that says one.
+    """Return keys without a flag that change a model's results -> their arguments.
 
-    That is the field of megatron-core which the key feeds; where it feeds none the key itself, in
-    exports of ours.
+    An argument is the field of megatron-core that the key feeds; if it feeds none, mtrain's exports
+    store the key itself.
     """
     out = {}
     for key in schema_keys():
         changes = effect_of(key) in (Effect.ARCHITECTURE, Effect.NUMERICS)
-        # which has arguments of its own
+        # which has its own arguments
         of_model = key.startswith(_OF) and not key.startswith("model.rope_scaling.")
         if of_model and changes and key not in flags_of() and _is_compared(key):
             out[key] = key_of(key).feeds or key.removeprefix(_OF)
@@ -303,7 +303,7 @@ def _without_flags(
 ) -> Iterator[Difference]:
     """Yield the keys without a flag that differ from a checkpoint, or from Megatron-LM's default.
 
-    `draft` are the keys that the flags say; a few of those follow from other flags.
+    `draft` holds the keys that the flags set; a few follow from other flags.
     """
     values = run.flat()
     for key, name in _unflagged().items():

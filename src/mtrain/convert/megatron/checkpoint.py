@@ -70,7 +70,7 @@ def export_checkpoint(
         checkpoint: of a run.
         run: whose model it is.
         out: an existing folder.
-        dtype: number format of what is written; None: as the checkpoint has it.
+        dtype: number format to write; None: that of the checkpoint.
         layers: one of `LAYOUTS`; None: stacked where all layers are alike, as megatron-core's own
             default is.
 

@@ -101,7 +101,7 @@ class TorchDistReader:
 
     def _join_halves(self) -> None:
         for gate in [name for name in self._held if name.endswith(GATE)]:
-            # megatron-core stores gate and up of SwiGLU apart, and a weight of ours has both
+            # megatron-core stores gate and up of SwiGLU apart; mtrain has both in one weight
             whole = gate.removesuffix(GATE)
             if f"{whole}{UP}" in self._held:
                 gates = self._held.pop(gate)
@@ -144,7 +144,7 @@ class TorchDistReader:
         """Return a weight. It may be there under several names, as a norm is; then all are read.
 
         Raises:
-            CorruptData: it cannot be read, or what holds it twice does not hold the same.
+            CorruptData: it cannot be read, or its copies differ.
         """
         # stored twice, it has to be the same twice
         found, *others = (self._whole(parts) for parts in self._held[name])
@@ -161,7 +161,7 @@ class TorchDistReader:
         return "" if len(parts) > 1 else self.hashes[parts[0].name]
 
     def _whole(self, parts: tuple[Part, ...]) -> RawArray:
-        """Return a weight of its one part, or of its gate and what is gated."""
+        """Return a weight from its one part, or from gate and up."""
         if len(parts) > 1 and (
             not parts[0].shape or len({(part.dtype, part.shape[1:]) for part in parts}) > 1
         ):
@@ -180,7 +180,7 @@ class TorchDistReader:
         return out
 
     def _chunks(self, part: Part) -> Iterable[Chunk]:
-        """Yield the chunks of a part: those of its own place, and those that span several."""
+        """Yield the chunks of a part: its own, and any that span several parts."""
         lead = len(part.numbers)
         if part.stored.name not in self._by_place:
             placed: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)

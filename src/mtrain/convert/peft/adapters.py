@@ -1,7 +1,7 @@
 """Low-rank adapters by the names and in the shapes that `peft` has for them, out and in.
 
-A table of weights says which layers of transformers one of ours is. Rows of `lora_b` go the way
-that the rows of its weight go, so the same operation parts and joins them.
+A table of weights maps mtrain's layers to those of transformers. Rows of `lora_b` move like the
+rows of its weight, so the same operation splits and joins them.
 
 `peft` keeps the adapters of experts, which transformers has in one parameter [experts, out, in], as
 one matrix each: `lora_A` [experts * r, in] with the ranks of one expert after another, `lora_B`
@@ -40,7 +40,8 @@ class PeftAdapters:
     parameters: list[str] = field(default_factory=list)
     """Parameters of experts with one."""
     ranks: dict[str, int] = field(default_factory=dict)
-    """Layers whose rank is another: transformers has in one what has several adapters here."""
+    """Layers with another rank: one layer of transformers is several of mtrain's, with an adapter
+    each."""
     transposed: bool = False
     """True if layers are of GPT-2's kind, whose weights are [in, out]."""
 
@@ -68,7 +69,7 @@ def to_peft(
 
 
 def _is_one_layer(step: Step) -> bool:
-    """Return whether weights of ours are parts of one layer, with one A."""
+    """Return whether mtrain's weights are parts of one layer, with one A."""
     names = [names_beside(name) for name in step.ours]
     return len(names) == 1 or len({one.a for one in names if one is not None}) == 1
 
@@ -90,7 +91,7 @@ def _parts_of(own: Whole, step: Step, rows: Sequence[int]) -> dict[str, Whole]:
 
 
 def _turned(rows: Tensor, step: Step, model: Any) -> list[Tensor]:
-    """Return rows [out, n] of a layer of ours as those of theirs."""
+    """Return rows [out, n] of mtrain's layer in the order of transformers."""
     made = step.operation.apply([rows], model, inward=False)
     return [t.mT if _TRANSPOSED in step.operation.name else t for t in made]
 
@@ -100,7 +101,7 @@ def _layers_out(out: PeftAdapters, step: Step, own: Whole, model: Any) -> None:
     # several A of one weight follow each other
     parts = own.a.shape[0] // own.b.shape[-1]
     one_hot = one_hot_of(step.ours[0], own, model)
-    # one layer of theirs: all A of ours, and zeros in B
+    # one layer of transformers: all of mtrain's A, and zeros in B
     whole = len(step.theirs) == 1 and parts > 1
     b = _turned(spread(own.b, one_hot) if whole else own.b, step, model)
     if whole:
@@ -154,7 +155,7 @@ def _wrapper(name: str) -> str:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of an adapter of ours."""
+    """The shapes of an adapter of mtrain's."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
@@ -178,7 +179,7 @@ def from_peft(
     Raises:
         AdapterMismatch: a tensor is missing, of another shape, or left over, by name.
     """
-    # what is left over at the end has no place here
+    # tensors left over at the end have no place here
     left = dict(given)
     out = dict[str, Whole]()
     for step, shapes in steps_of(table, model, wanted):
@@ -253,7 +254,7 @@ def _joined(rows: list[Tensor], step: Step, model: Any) -> Tensor:
 
 
 def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at: str) -> Whole:
-    """Return an adapter of one layer of theirs, made of several of ours, as `to_peft` writes it."""
+    """Return the adapter of one layer of transformers, made of several of mtrain's by `to_peft`."""
     rows, rank = shapes.b
     a = _taken(left, f"{at}.lora_A.weight", shapes.a)
     joined = _joined([_taken(left, f"{at}.lora_B.weight", (rows, shapes.a[0]))], step, model)

@@ -120,7 +120,7 @@ def _config(peft: PeftConfig, made: PeftAdapters, version: str, base: str | None
 def read_adapters(
     folder: Path, run: RunConfig, table: Table
 ) -> tuple[dict[str, Box], dict[str, Any]]:
-    """Return the adapters of a run, and what a folder of `peft` has for them, by our names.
+    """Return the adapters of a run, and a `peft` folder's tensors for them, by mtrain's names.
 
     Raises:
         ConfigError: they are of another kind than the run's, key by key.
@@ -196,7 +196,7 @@ def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> N
 
 
 def _differing(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield keys of both that do not say the same: ours, the sentence, what to do."""
+    """Yield the settings that differ: the key, the sentence, the remedy."""
     dora = peft.kind == "dora"
     rank = body.get("r", 8)
     alpha = body.get("lora_alpha", 8)

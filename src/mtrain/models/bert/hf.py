@@ -101,7 +101,7 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """Return the tables that a file of BERT may follow; the first is the one that is written."""
+    """Return the tables that a file of BERT may follow; exports write the first."""
     table = TABLES[kind]
     if not model.bert.next_sentence:
         once = tuple(entry for entry in table.once if entry not in POOLED)

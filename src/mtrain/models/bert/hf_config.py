@@ -15,7 +15,7 @@ HEADS = {"ForPreTraining": True, "ForMaskedLM": False}
 CLASSES = {"bert": "Bert", "megatron-bert": "MegatronBert"}
 """`model_type` -> begin of its classes."""
 GELUS = {word: ours for word, ours in UNGATED_WORDS.items() if ours.startswith("gelu")}
-"""Their words for the activation of MLPs and head -> ours."""
+"""transformers' activation of MLPs and head -> mtrain's."""
 CLS = 101
 SEP = 102
 MASK = 103

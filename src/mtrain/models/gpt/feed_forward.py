@@ -18,7 +18,7 @@ PLACE = 4
 
 
 def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
-    """Add the MLP of a layer; return what it adds to the residual stream, from its normed input."""
+    """Add the MLP of a layer to a normed input; return its addend of the residual stream."""
     moe = r.model.moe
     if moe is None or not mixes(r, layer):
         with g.recomputed("mlp", x, when=r.recomputes("mlp")):
@@ -57,7 +57,7 @@ def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
     fixed = moe.pad_expert_input_to_capacity or moe.padded
     name = "mlp.dispatch.fixed" if fixed else "mlp.dispatch"
     sent = _sent_rows(r, moe, held)
-    # held by those who called the experts, until the last of them are done
+    # callers of the experts hold them until the last expert is done
     waits = row * sum(sent[:-1])
     moved = sorts * 2 * held * row
     exchanges = _sent(r, moe, held * row)
@@ -181,7 +181,7 @@ def _on_the_way(
     """Return the transient bytes of dispatch and combine, in the forward and in the backward.
 
     Plain torch widens the rows that our lists name, with one of zeros, and adds up in fp32, as are
-    rows of expert-tensor ranks. Kernels do so in what they read and write.
+    rows of expert-tensor ranks. Kernels do so in their inputs and outputs.
     """
     h = r.model.hidden_size
     row = held * r.model.hidden_size * r.element
@@ -213,7 +213,7 @@ def _biased(r: Rank) -> tuple[int, int]:
     """Return the bytes that the biases of experts move for each element of the first and the second
     product.
 
-    TransformerEngine's product adds the first, and its gradient is a sum of its own. megatron-core
+    TransformerEngine's product adds the first, and its gradient is a separate sum. megatron-core
     multiplies the second with the weights of rows, which are in fp32: a product, a sum, parts put
     together and rounded.
     """
@@ -226,7 +226,7 @@ def _biased(r: Rank) -> tuple[int, int]:
 
 
 def _ours(r: Rank) -> bool:
-    """Return whether kernels of ours multiply for experts in eight bits."""
+    """Return whether mtrain's kernels multiply for experts in eight bits."""
     return r.run.precision.quantized is not None and r.words["experts"] != "te"
 
 
@@ -260,7 +260,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
     weighed = held
     hidden = Tensor(held * up * a)
     out = Tensor(held * h * a)
-    if moe.apply_probs_on_input:  # what goes in is weighed, and what comes out with ones
+    if moe.apply_probs_on_input:  # inputs are weighed, and outputs weighed with ones
         weighed_x = Tensor(x.bytes)
         keeps = [Tensor(held * h * a), Tensor(held * FP32), Tensor(held * FP32)]
         wide = held * h * FP32

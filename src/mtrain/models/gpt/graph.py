@@ -75,7 +75,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     predictions = [Graph() for _ in range(held.mtp)]
     for g in predictions:
         x = _prediction(g, r, x)
-    # Each layer of multi-token prediction has a loss of its own.
+    # Each layer of multi-token prediction has its own loss.
     for number in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
         if m.head:
             value(last, r, x)

@@ -37,7 +37,7 @@ _NORMS = {
     DELTA: ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
     MLP: ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 }
-"""Kind of layer -> begin of the name of its norm, and of what checkpoints call it."""
+"""Kind of layer -> begin of its norm's name here, and in checkpoints."""
 
 
 _MIXERS = {ATTENTION: attention, LATENT: latent, SPARSE: latent, DELTA: gated_delta_net}

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` of T5: how it is read, and what one says of a model."""
+"""Reading and writing a Hugging Face `config.json` of T5."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _ends(f: ConfigFile) -> None:
     """Read whether embeddings are tied and logits scaled: transformers scales unless a file says
     untied.
 
-    A file of transformers 5 says tied in any case; its weights decide.
+    A file of transformers 5 declares them tied in any case; its weights decide.
     """
     tied = f.get("tie_word_embeddings") is not False
     scaled = bool(f.get("scale_decoder_outputs", tied))
