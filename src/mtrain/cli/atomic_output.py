@@ -73,7 +73,7 @@ def read_dtype(options: Mapping[str, str]) -> str | None:
     """Return the name in safetensors of the format that `dtype=` names; None: it is unset.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: the format is unknown.
     """
     word = options.get("dtype")
     if word is not None and word not in DTYPES:

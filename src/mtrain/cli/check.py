@@ -41,8 +41,8 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Validate the configuration that `argv` describes, and print the report; return the exit code.
 
     Raises:
-        ConfigError: there are errors, or what is to be gone on from is of another model or corpus.
-        CorruptData: what is to be gone on from is no committed checkpoint.
+        ConfigError: there are errors, or the checkpoint to continue is of another model or corpus.
+        CorruptData: the checkpoint to continue is not committed.
     """
     loaded = load(argv, to_run=False)
     if loaded.run.checkpoint.resume is not None:
@@ -63,7 +63,7 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
     data of the run.
 
     Raises:
-        CorruptData: the files are not what was written.
+        CorruptData: the files have changed since they were written.
         ConfigError: the checkpoint was trained on other `.bin/.idx` files, or with another
             tokenizer.
     """

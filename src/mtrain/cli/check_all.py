@@ -54,7 +54,7 @@ def validated(
 ) -> Iterator[Report]:
     """Yield the report of each combination, with the smallest batch that its layout can take.
 
-    What a model and a layout make of a number of machines is the same for every device and format:
+    A model and a layout on a number of machines are the same for every device and format:
     that is done once.
     """
     parts: dict[tuple[str, str], Any] = {
@@ -85,7 +85,7 @@ def validated(
 
 
 def part_of(axis: str, name: str) -> Any:
-    """Return the section of a choice; the name of a recipe stands for its layout."""
+    """Return the section of a choice; the name of a recipe means its layout."""
     if (
         axis == "parallel"
         and name in recipe_names()
@@ -137,7 +137,7 @@ def _first(run: RunConfig, *, of_formats: bool) -> Reason:
 
 @dataclass
 class _Shaped:
-    """A model in a layout on a number of machines, and what was found of it."""
+    """A model in a layout on a number of machines, and the verdict."""
 
     run: RunConfig
     plain: Reason | None = None
@@ -210,7 +210,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 def shipped() -> dict[str, list[str]]:
     """Return the choices of each axis, without duplicates of another cluster or format.
 
-    Layouts are the files, and those that a shared recipe writes itself, under the recipe's name.
+    Layouts are the files, and, under a shared recipe's name, the layout that it writes itself.
 
     Raises:
         ConfigError: a recipe cannot be read.

@@ -85,7 +85,7 @@ def import_(argv: list[str]) -> int:
         begun = run.peft.model_copy(update={"init_from": None})
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
         kind, checkpoint, record, folder = import_model(run, source, draft)
-        # theirs has no adapters
+        # transformers' has no adapters
         if run.model.head and SCORE not in folder.tensors:
             found = {"left_out": f"the folder has no {SCORE}, and the value head is new"}
         else:
@@ -251,8 +251,8 @@ def verify(argv: list[str], *, as_json: bool) -> int:
 
 
 def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
-    """Return the resolved run that a `config.json` is with overrides; and what was left out or
-    found out, in lines.
+    """Return the resolved run that a `config.json` is with overrides; and lines on omissions and
+    findings.
 
     Raises:
         ConfigError: see `configuration`; or a rule is broken.
@@ -340,7 +340,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     from mtrain.launching import local
     from mtrain.launching.child_process import ChildProcess
 
-    # In fp32, with room for three copies of the weights; half of the memory is left to others.
+    # In fp32, with room for three copies of the weights; half of the memory stays free for others.
     need = 3 * 4 * parameters(run.model)
     here = Machine.here().memory_bytes
     if not hf_reference.is_installed():

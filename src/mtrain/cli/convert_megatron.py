@@ -70,7 +70,7 @@ def import_megatron(argv: list[str]) -> int:
 
 
 def _apart(one: Difference, file: Path, without: str) -> Problem:
-    """Return the problem of an argument that says another model."""
+    """Return the problem of an argument that contradicts the model."""
     rule = f"{file} says that the weights were trained with {one.name} {one.there}"
     if not one.key:
         return Problem(

@@ -59,7 +59,7 @@ def run(words: list[str], *, as_json: bool) -> int:
     """Explain the first word, for the configuration that the others describe; return the exit code.
 
     Raises:
-        ConfigError: there is no such key and no such code, or the overrides are refused.
+        ConfigError: neither a key nor a code has this name, or the overrides are refused.
     """
     if not words:
         say_page(
@@ -84,7 +84,7 @@ def choices(words: list[str], *, as_json: bool) -> int:
     """Print the choices of the named groups, or of all, with the comments of their files.
 
     Raises:
-        ConfigError: there is no such group.
+        ConfigError: the group does not exist.
     """
     known = [*dict.fromkeys((*GROUPS, *group_names()))]
     for word in words:
@@ -279,7 +279,7 @@ def _fed(path: str, run: RunConfig) -> list[str]:
 def _chain(
     path: str, composed: Composed, resolved: RunConfig, why: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return who set a key, from the lowest precedence to the one that holds."""
+    """Return the origins of a key, lowest precedence first; the last one holds."""
     out = [{"source": DEFAULT, "value": default_of(path)}]
     for setting in composed.history:
         if setting.path == path:

@@ -210,7 +210,7 @@ def _file(folder: Path, wanted: Sequence[Job], names: Sequence[str]) -> Path:
 
 
 def _write(file: Path, table: str) -> None:
-    """Write what is known so far; a sweep goes on where that cannot be written."""
+    """Write the results so far; a sweep goes on where that cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{table}\n", encoding="utf-8")

@@ -315,7 +315,7 @@ def _block(svg: Svg, line: Timeline, block: Block, box: Box, gap: float) -> None
 
 
 def _time(found: Mapping[str, Any]) -> list[str]:
-    """Return a bar of the time of a step by part, where there is one."""
+    """Return a bar of a step's time by part, if it is known."""
     time = found["time"]
     if time["step_s"] is None:
         return ["<h2>Time of a step</h2>", f"<p>It is {text_of(no_time(time))}.</p>"]
@@ -339,7 +339,7 @@ def _time(found: Mapping[str, Any]) -> list[str]:
 
 
 def _recomputation(ways: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a table of what each way to recompute frees and costs, where the time is known."""
+    """Return a table of the memory and time of each way to recompute, if times are known."""
     if len(ways) < 2:
         return []
     head = ("recomputed", "peak", "frees", "step", "adds", "of which a GiB costs")

@@ -13,7 +13,7 @@ from mtrain.plan.report import alike
 from mtrain.plan.timeline import Timeline
 from mtrain.units import bytes_
 
-# Cells of a bar at most and at least, and those that its label takes.
+# Most and fewest cells of a bar, and the cells of its label.
 WIDTH = 88
 LEAST = 24
 BESIDE = 30

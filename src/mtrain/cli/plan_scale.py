@@ -43,7 +43,7 @@ class Asked:
     devices: int
     composed: Composed
     differs: str
-    """The values of what is swept."""
+    """The swept values."""
     batch: int | None
     """Global batch size, if the sweep varies it; None: it follows from the first configuration."""
 
@@ -145,8 +145,8 @@ def _rejected(arguments: Sequence[str]) -> list[Problem]:
 def _zipped(
     arguments: Sequence[str], counts: Sequence[int]
 ) -> tuple[list[list[Any]], list[Problem]]:
-    """Return the words of each device count with those that are swept, and a problem for each key
-    with more or fewer values than counts.
+    """Return the words of each device count, and a problem for each key with more or fewer values
+    than counts.
     """
     problems = list[Problem]()
     columns = list[tuple[list[str], bool]]()

@@ -86,7 +86,7 @@ LOGARITHMIC = ("Gradient norm",)
 
 
 def page_of(record: Record, *, tune: bool = False) -> str:
-    """Return the page; a part that the folder has no numbers for is left out."""
+    """Return the page; parts without numbers in the folder are omitted."""
     story = tell(record)
     life = _life(record)
     compared = _compared(record)

@@ -23,7 +23,7 @@ MOST_LINES = 16
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Trace the configuration that `argv` describes; return the exit code.
 
-    `rank=R` says which rank, the first otherwise.
+    `rank=R` chooses the rank, by default the first.
 
     Raises:
         ConfigError: the configuration has errors, its layout has no such rank, or it cannot be

@@ -68,7 +68,7 @@ def resume(words: list[str], *, restarts: str | None, inject: str | None, debug:
 
     usage = f"{program()} resume runs/<name> [overrides]"
     target, overrides = target_of([*words, *_restarting(restarts)], "resume", usage)
-    # The run of an address gets a folder of its own.
+    # The run of an address gets its own folder.
     place = Path(words[0]) if not is_remote(words[0]) else words[0]
     given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(place)}"]
     words = [*given, *beneath(relaid(target, overrides), overrides)]

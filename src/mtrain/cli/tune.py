@@ -257,7 +257,7 @@ def overrides(layout: Layout, task: Task, words: Sequence[str]) -> str:
 
 
 def left_of(words: Sequence[str]) -> list[str]:
-    """Return `words` without those that set a layout."""
+    """Return `words` without settings of a layout."""
     return [
         word for word in words if word.partition("=")[0].lstrip("+~") not in {"parallel", *KEYS}
     ]

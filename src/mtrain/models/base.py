@@ -51,8 +51,8 @@ class Family:
     A family is one folder. Its parts have these names: `config` (keys and limits), `rules`, `count`
     (FLOPs), `weights`, `graph`, `layers`, `build`, `data`, `shrink`, `hf` and `hf_config`. mtrain
     looks for `config`, `rules` and `hf_config`, and for `family`, which names the others: a part is
-    a module of its own, as in `mtrain.models.gpt`, or stands in `family.py`, as the small ones of
-    `mtrain.models.bert` do. Only the modules that are named as texts may import torch.
+    a module, as in `mtrain.models.gpt`, or a section of `family.py`, as the small parts of
+    `mtrain.models.bert` are. Only the modules that are named as texts may import torch.
 
     A third party publishes one under the entry point group `mtrain.models`; see
     `mtrain.config.families` for its keys.
@@ -61,7 +61,7 @@ class Family:
     name: str
     """The value of `model.family`."""
     section: str | None = None
-    """A section of `model` that the family cannot do without, next to one of its own."""
+    """A section of `model` that the family requires besides its own."""
     builder: str
     """Its `BuildChunk`, as `package.module:function`."""
     collator: str = "mtrain.models.gpt.data:collator"
@@ -107,7 +107,7 @@ class Family:
     """None: unknown, and the plan divides `parameters` evenly."""
     alike: Alike | None = None
     """Kinds of layers by their `weights`, so that one of a kind is counted. None: each layer is."""
-    # Counts of its own, which replace those that `mtrain.models.count` takes from `weights`.
+    # The family's own counts, in place of those that `mtrain.models.count` takes from `weights`.
     parameters: Callable[[ModelConfig], int] | None = None
     active_parameters: Callable[[ModelConfig], int] | None = None
     expert_parameters: Callable[[ModelConfig], int] | None = None

@@ -104,7 +104,7 @@ def backward(g: Graph) -> Iterator[Moment]:
             yield Moment(held, gradients.bytes + _forward(g, redone[number + 1], first.keys()))
         if (
             number + 1 in ends
-        ):  # who computes again has what it gave, and its gradients, until all of it is done
+        ):  # a recomputed part keeps its outputs and their gradients until it is done
             block = ends[number + 1]
             given = size(tensor for tensor in block.gives if tensor in first)
             for tensor in outputs[block.begin]:

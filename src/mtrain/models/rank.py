@@ -171,7 +171,7 @@ class Rank:
 
     @cached_property
     def _chosen(self) -> RunConfig:
-        """Return the run with the implementations that stand for `auto`."""
+        """Return the run with `auto` replaced by its implementations."""
         return self.run.model_copy(
             update={"kernels": self.run.kernels.model_copy(update=dict(self.words))}
         )

@@ -52,9 +52,9 @@ def modules_of(weights: Iterable[str]) -> list[str]:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """Return the expression that matches what a pattern selects.
+    """Return the regular expression of a pattern.
 
-    `*` stands for any characters of one part of a name, `?` for one character, `**` for any parts.
+    `*` matches any characters of one part of a name, `?` one character, `**` any parts.
     A module is selected with everything inside.
     """
     words = "".join(_ANY.get(word) or re.escape(word) for word in _TOKENS.findall(text))

@@ -17,7 +17,7 @@ from mtrain.errors import ConfigError, Problem
 
 RUN_FILE = "run.yaml"
 ABSENT = "(absent)"
-"""Stands for a key of a section that is null on one side."""
+"""The mark of a key in a section that is null on one side."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def overrides_of(words: Sequence[str]) -> list[str]:
     `~key` removes a key, and is no path; `~/left_values.yaml` is one.
 
     Raises:
-        ConfigError: a folder holds no run, or there is no such recipe.
+        ConfigError: a folder holds no run, or the recipe does not exist.
     """
     return [
         word if "=" in word or (word[:1] == "~" and "/" not in word) else _named(word)

@@ -105,7 +105,7 @@ def mismatches(
     if facts_of(lock.run.cluster.device).counted:
         needed = min(lock.run.parallel.ranks, lock.run.cluster.devices_per_node or 1)
         had = lock.facts["device"].get("gpus")
-        # a lock made on a laptop says nothing about GPUs
+        # a lock made on a laptop cannot describe GPUs
         if machine.gpus < needed and (not isinstance(had, int) or machine.gpus < had):
             wanted = f"{had} GPUs, of which it needs {needed}"
             compare("device", lock.run.cluster.device, wanted, f"{machine.gpus} GPUs")

@@ -30,7 +30,7 @@ USAGE = "preview [KEY=VALUE ...] [samples=N] [split=NAME] [--html FILE]"
 # Pairs can be looked at whatever the objective is.
 NO_LOSS = "MT328"
 WIDTH = 100
-# between tokens, where there is no colour to tell them apart
+# between tokens, if no colour separates them
 BETWEEN = "|"
 
 

@@ -211,7 +211,7 @@ def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
 
 
 def by_keys(counts: Mapping[str, int]) -> list[str]:
-    """Describe the records that a key of theirs excluded; `counts`: records by key."""
+    """Describe the records that one of their keys excluded; `counts`: records by key."""
     fix = "where that does not say whether a record is learned, ignored_keys="
     return [
         f"  {many} left out because {key} is 0 or false; {fix}{key}"

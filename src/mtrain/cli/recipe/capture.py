@@ -39,7 +39,7 @@ Record = dict[str, Any]
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
 LAST_BYTES = 20_000
-# commands that train nothing under capture, besides interpreters by the name of their version
+# commands that train nothing under capture, besides interpreters named by version
 RECORDED = (
     "torchrun",
     "python",

@@ -254,7 +254,7 @@ def verify(words: Sequence[str], *, as_json: bool) -> int:
 
 
 def _sources(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return digests of the files that a configuration is composed from, of those that are here."""
+    """Return digests of the existing files that a configuration is composed from."""
     out: dict[str, str] = {}
     for name, path in files.items():
         with suppress(ConfigError):

@@ -2,8 +2,7 @@
 starts nothing.
 
 It runs in any Python 3 by itself, as a command of the name that it stands in for, or as a Python
-starts (`sitecustomize`). The folder that it lies in says what a training program is, and takes the
-records.
+starts (`sitecustomize`). Its folder names the training programs, and takes the records.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def record(words: list[str]) -> None:
 
 
 def keep() -> None:
-    """Put back what stands in, where a script set an environment of its own."""
+    """Restore the stand-ins after a script has set its own environment."""
     os.environ["MTRAIN_CAPTURE"] = FOLDER
     os.environ["BASH_ENV"] = os.path.join(FOLDER, "bash_env")
     for name, folder in (("PATH", "bin"), ("PYTHONPATH", "site")):
@@ -107,7 +106,7 @@ def run_real(name: str, arguments: list[str]) -> None:
 
 
 def real_one(name: str) -> str | None:
-    """Return the path of a command that is not ours, or None."""
+    """Return the path of a command other than the recorders', or None."""
     own = os.path.realpath(os.path.join(FOLDER, "bin"))
     folders = [folder for folder in os.get_exec_path() if os.path.realpath(folder) != own]
     return shutil.which(name, path=os.pathsep.join(folders))
@@ -150,7 +149,7 @@ def go_on(words: list[str]) -> None:
 
 
 def with_environment(words: list[str]) -> None:
-    """Go on with the command of `env`, in its environment with what stands in put back."""
+    """Continue with the command of `env`, in its environment with the stand-ins restored."""
     around = {
         name: value for name, value in os.environ.items() if name.startswith("MTRAIN_CAPTURE")
     }
@@ -262,7 +261,7 @@ def as_python_starts() -> None:
     if words and trains(words[1:]):
         program = os.path.basename(words[1])
         record([program, *words[2:]] if program in ALWAYS else ["python", *words[1:]])
-        # Nothing of the program may run, not even what it registers for its end.
+        # Nothing of the program may run, not even its exit handlers.
         os._exit(0)
 
 

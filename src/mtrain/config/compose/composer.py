@@ -47,7 +47,7 @@ from mtrain.errors import ConfigError, Problem
 ARCHITECTURE = tuple(
     name for name, field in ModelConfig.model_fields.items() if field.is_required()
 )
-# The choice of `model` that stands for the model of the starting weights.
+# The choice of `model` that means the model of the starting weights.
 WEIGHTS = "weights.given"
 
 
@@ -152,7 +152,7 @@ class _Composition:
         if run is None or self.problems:
             found = distinct(self.problems)
             paths = [p.path for p in (found if run is None else strayed)]
-            if own:  # what a refused key of it is validated with for the time being
+            if own:  # until then a refused key is validated with its values
                 of_files = [
                     layer(self.library, f"model/{usual_choice('model')}", "model", self._chooser),
                     *of_files,
@@ -362,8 +362,8 @@ class _Composition:
     def _layers(
         self, primary: str, words: list[str], recipe: bool
     ) -> tuple[list[Layer], list[Layer]]:
-        """Return the layers below the command line, lowest precedence first, and those that are no
-        recipe.
+        """Return the layers below the command line, lowest precedence first, and those outside
+        recipes.
 
         Raises:
             ConfigError: a file cannot be read as data, or the files do not compose.
@@ -449,7 +449,7 @@ class _Composition:
         return {key: restored(value) for key, value in values.items()}
 
     def _note_settings(self, origins: Origins, values: dict[str, Any]) -> list[Problem]:
-        """Record the settings of the command line, and apply those that Hydra was not given."""
+        """Record the settings of the command line, and apply the ones that Hydra did not get."""
         problems: list[Problem] = []
         for path, value in self.overrides.values.items():
             wrong = list(refused(value, lambda _: COMMAND_LINE, path))

@@ -1,4 +1,5 @@
-"""Hydra's Compose API over files that were read and checked before: Hydra opens no file of ours.
+"""Hydra's Compose API over files that were read and checked before: Hydra opens none of mtrain's
+files.
 
 Hydra asks its configuration sources for each name; the source here asks the current composition. It
 is registered like any Hydra plug-in and answers only while a composition runs, so that another
@@ -78,7 +79,7 @@ class _Composing:
     asked: list[Asked] = field(default_factory=list)
 
     def answer(self, question: str, name: str) -> Any:
-        """Return what the library answers, and note it."""
+        """Return the library's answer, and record it."""
         found = getattr(self.library, question)(name)
         self.asked.append((question, name, found))
         return found
@@ -220,7 +221,7 @@ def _hydra(library: Library, primary: str, *, whole: bool) -> Iterator[list[Aske
     """Start Hydra over a library, and restore its state afterwards; yield what it asks.
 
     Entries that another application put into Hydra's store are hidden meanwhile: Hydra would merge
-    them below ours of the same name.
+    them below mtrain's of the same name.
     """
     composing = _Composing(library, primary, whole)
     token = _composing.set(composing)

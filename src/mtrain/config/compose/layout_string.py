@@ -19,7 +19,7 @@ def looks_like_layout(word: str) -> bool:
 
 
 def parse_layout(word: str) -> dict[str, Any]:
-    """Return the values of the group `parallel` that `word` stands for.
+    """Return the values of the group `parallel` that `word` means.
 
     `dp` sets `ranks` = tp * pp * cp * dp, because the data-parallel size is always derived.
 

@@ -60,7 +60,7 @@ class Library:
     def give(
         self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None
     ) -> None:
-        """Add a file under a name of its own: a recipe or run file, and its part to compose."""
+        """Add a file under its own name: a recipe or run file, and its part to compose."""
         self.documents[name] = document
         self._given[name] = values, package
 
@@ -87,7 +87,7 @@ class Library:
         return name in (*GROUPS, RECIPE) or (not name.startswith("hydra") and paths.is_group(name))
 
     def layout(self, name: str) -> dict[str, Any] | None:
-        """Return the values that `parallel/tp4pp4` stands for, if there is no file of that name."""
+        """Return the values that `parallel/tp4pp4` means if no file has that name."""
         group, _, word = name.partition("/")
         if group != "parallel" or self._file(name) is not None:
             return None
@@ -140,7 +140,7 @@ class Library:
         return self.documents[name]
 
     def text(self, name: str) -> str | None:
-        """Return the text of the file of a configuration; None where there is no file."""
+        """Return the text of the file of a configuration; None without a file."""
         if name not in self.documents and self._file(name) is None:
             return None
         return self.document(name).text

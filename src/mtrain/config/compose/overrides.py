@@ -42,7 +42,7 @@ from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, ConfigError, Problem
 MAX_ARGUMENT = 4096
 MAX_COMMAND = 1 << 14
 SHORT = "rewards=["
-"""Beginning of an argument that stands for `rollout.rewards`."""
+"""Beginning of an argument that means `rollout.rewards`."""
 
 
 @dataclass
@@ -404,10 +404,10 @@ def jobs(argv: Sequence[str]) -> list[Job]:
 
 
 def _values(key: str, text: str) -> list[str]:
-    """Return the values that a text stands for, each as written.
+    """Return the values that a text means, each as written.
 
     Raises:
-        ValueError: it is not in the grammar, stands for nothing, or is a list in place of values.
+        ValueError: it is not in the grammar, means no value, or is a list in place of values.
     """
     if not text and is_empty(key):
         raise ValueError("is empty")

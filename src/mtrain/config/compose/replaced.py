@@ -56,7 +56,7 @@ def brought(
     without = [f"~{group}" for group in chosen if group in defaults]
     try:
         entries, choices = defaults_list(library, CONFIG, words)
-        # The difference of two compositions, with and without the choices, is what these bring.
+        # The choices bring the difference of two compositions, with and without them.
         before, usual = defaults_list(library, CONFIG, without)
         new = [layer(library, *entry, COMMAND_LINE) for entry in entries if entry not in before]
     except (NotComposed, ConfigError):

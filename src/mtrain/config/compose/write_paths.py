@@ -168,7 +168,7 @@ def _plain(value: object) -> object:
 
 
 def real_path(text: str) -> str:
-    """Return the absolute path of what a user wrote, without links; "" if it can be none."""
+    """Return the absolute path of a user's text, without links; "" if it can be none."""
     try:
         return os.path.realpath(user_path(text))
     except (OSError, ValueError):

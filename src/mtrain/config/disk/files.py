@@ -100,9 +100,8 @@ def read_bytes(
         path: the file; a symbolic link is followed.
         source: how problems name it.
         limit: most bytes that are read.
-        endings: of the names that a file outside of the working folder may have; empty: any. What
-            is wrong with a file is shown with its lines, and a file of another kind may hold what
-            nobody meant to be shown.
+        endings: of the names that a file outside of the working folder may have; empty: any.
+            Problems show lines of the file, and a file of another kind may hold secrets.
 
     Raises:
         ConfigError: missing, no regular file, unreadable, too large, or refused by its name.

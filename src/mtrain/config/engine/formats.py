@@ -1,4 +1,4 @@
-"""Number formats: the facts behind each word of a configuration."""
+"""Number formats: the facts for each word of a configuration."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
         parts += ("fp8_grouped", "quantize")
-    # Optimizers of whole matrices multiply them, too, which is a kernel of its own.
+    # Optimizers of whole matrices multiply them, too, in a separate kernel.
     whole = op == "optimizer" and OPTIMIZERS[run.optim.name].whole_matrices is not None
     return (*parts, "newton_schulz") if whole else parts
 
@@ -135,7 +135,7 @@ def routes_by_lists(run: RunConfig) -> bool:
     if moe is None or k.experts == "te":
         return False
     if "moe_router" in (run.trainer.cuda_graph_modules or ()):
-        return False  # what a captured router leaves to the rest of a layer are maps
+        return False  # a captured router leaves maps to the rest of a layer
     if (k.moe_router, k.moe_permute) != ("triton", "triton") and not moe.padded:
         return False
     dropless = moe.expert_capacity_factor is None and not moe.router_padding_for_quantization
@@ -167,7 +167,7 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
 def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
     """Return key -> a sentence with the reason for its implementation in a resolved run.
 
-    It names the obstacles of those that `auto` would have preferred, or the key that set it.
+    It names the obstacles of the ones that `auto` would have preferred, or the key that set it.
     """
     out: dict[str, str] = {}
     for op in OPERATIONS:
@@ -248,7 +248,7 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
 
 
 def lacks(op: str, word: str, run: RunConfig) -> str | None:
-    """Return what an implementation lacks for this run on any device, or None."""
+    """Return the reason why an implementation cannot serve this run on any device, or None."""
     if op == "optimizer":
         return update_obstacle(word, run)
     if (op, word) == ("linear", "triton") and run.precision.quantized not in OURS:
@@ -285,7 +285,7 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
 
 
 def _experts_lack(word: str, run: RunConfig) -> str | None:
-    """Return what an implementation of experts lacks for this run, or None."""
+    """Return the reason why an implementation of experts cannot serve this run, or None."""
     if word == "te" and run.model.moe is not None and run.model.moe.padded:
         return NO_COUNTS
     if (

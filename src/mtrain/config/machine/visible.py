@@ -38,7 +38,7 @@ class Seen:
     fix: str = ""
     """The value to set instead, in words."""
     on_purpose: bool = True
-    """True where the variable was meant to hide what it hides."""
+    """True if the variable hides GPUs on purpose."""
     driver: Driver | None = None
 
     @property

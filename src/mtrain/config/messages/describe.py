@@ -36,7 +36,7 @@ EFFECTS = {
     ),
     Effect.RUNTIME: "runtime: names, places, limits, output; no weight",
 }
-"""Effect -> what a change of the key changes, in words."""
+"""Effect -> the consequence of changing the key, in words."""
 
 _PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 _BOUNDS = {
@@ -60,7 +60,7 @@ def type_of(path: str) -> str:
 
 
 def default_of(path: str) -> str:
-    """Return the default as YAML; `(required)` where there is none."""
+    """Return the default as YAML; `(required)` without one."""
     field = field_of(path)
     value = field.get_default(call_default_factory=True) if field is not None else PydanticUndefined
     return "(required)" if value is PydanticUndefined else spell(_as_data(value))

@@ -40,7 +40,7 @@ def json_schema(kind: str) -> Json:
     has the keys of its group.
 
     Raises:
-        KeyError: there is no such kind.
+        KeyError: the kind is unknown.
     """
     if kind == "recipe":
         return _finished(_recipe(), "A recipe of mtrain: choices, values, and words about itself.")

@@ -97,7 +97,7 @@ def _all_keys() -> dict[str, FieldInfo]:
 
 
 def field_of(path: str) -> FieldInfo | None:
-    """Return the schema's field at `path`, sections included; None where there is none."""
+    """Return the schema's field at `path`, sections included; None if the schema has none."""
     return _all_keys().get(path)
 
 
@@ -163,7 +163,7 @@ def _words_of_flag(flag: Flag | None) -> list[str]:
 
 
 def flag_of(path: str) -> Flag | None:
-    """Return the Megatron-LM flag that sets only the key at `path`; None if there is none."""
+    """Return the Megatron-LM flag that sets only the key at `path`; None without one."""
     flag = key_of(path).flag
     return flag if isinstance(flag, Flag) else None
 
@@ -267,7 +267,7 @@ _DASHES = dict.fromkeys("‐‑‒–—―−", "-")
 LOOKALIKES = str.maketrans(
     {**_CYRILLIC, **_CAPITALS, **_GREEK, **_DASHES, "ı": "i", "’": "'", "“": '"', "”": '"'}
 )
-"""Letters of other alphabets that look like ours (Unicode's confusables) and typographic signs."""
+"""Letters of other alphabets that look Latin (Unicode's confusables) and typographic signs."""
 TRUE = ("true", "yes", "y", "on", "t", "1", "enabled")
 FALSE = ("false", "no", "n", "off", "f", "0", "disabled")
 NULL = ("null", "none", "nil", "~", "", "undefined")
@@ -341,7 +341,7 @@ def _kinds(number: Decimal) -> Iterator[Any]:
 
 
 def _numbers(path: str, text: str) -> Iterator[Decimal]:
-    """Yield the numbers that a text with separators, a unit or a stray letter may stand for."""
+    """Yield the numbers that a text with separators, a unit or a stray letter may mean."""
     match = _NUMBER.match(text)
     if match is None or len(text) > 64:
         return

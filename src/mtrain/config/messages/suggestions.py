@@ -129,10 +129,10 @@ def suggestions(path: str, value: Any) -> list[str]:
     known = _WORDS.get(str(value).lower(), value)
     with suppress(TypeError):
         known = CONVERTED.get(last, lambda v: v)(known)
-        # --no-bias sets add_bias=false: the flag of the other system says the opposite.
+        # --no-bias sets add_bias=false: the flag of the other system is the opposite.
         known = not known if last in opposites() and isinstance(known, bool) else known
     fitting = [override(key, known) for key in near if accepts(key, known)]
-    # A text is accepted by many keys and says nothing about which was meant.
+    # Many keys accept a text, so it does not identify one.
     fitting = fitting or [
         override(key, reading)
         for key in near

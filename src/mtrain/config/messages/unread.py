@@ -22,7 +22,7 @@ FORMS = {
     "sort": "sort(B,A)",
     "shuffle": "shuffle(A,B)",
 }
-"""Functions that stand for several values."""
+"""Functions that produce several values."""
 ALONE = "a function of several values must be the whole value, not inside or next to another one"
 _CALL = re.compile(r"([A-Za-z_]+)\s*[(\[](.*)\Z", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
@@ -99,7 +99,7 @@ def _why_no_range(parts: list[str], said: str) -> str:
 def meant(key: str, text: str, *, sweep: bool) -> str:
     """Return overrides that a value may have meant, each tried against the grammar and the key.
 
-    With `sweep` they may stand for several values; if none works, return words about how to write
+    With `sweep` they may produce several values; if none works, return words about how to write
     them.
     """
     found = (

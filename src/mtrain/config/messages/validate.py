@@ -109,7 +109,7 @@ def validate(values: Mapping[str, Any], where: Where) -> tuple[UnresolvedRun | N
             if whole(".".join(map(str, e["loc"]))) not in named
         ]
         others = (problem for e in found for problem in _problems(e, where, known))
-        # One more than the limit, so that the error can say that there are others.
+        # One more than the limit, so that the error can mention the others.
         return None, [*wrong, *islice(others, MAX_PROBLEMS + 1)]
     return (None, wrong) if wrong else (run, [])
 
@@ -142,7 +142,7 @@ def _problems(
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
         # An unknown section: report its keys one by one, since each may have a home elsewhere.
-        # A near key that takes the whole mapping is the one that was meant.
+        # The user meant a near key that takes the whole mapping.
         near, why = suggest(path)
         is_section = isinstance(value, dict) and value and not why and path not in GROUPS
         if is_section and all(_is_section(key) or not accepts(key, value) for key in near):
@@ -249,7 +249,7 @@ def _bound(
         step = 1 if kind == "greater_than" else -1
         near = bound + step if whole else -value
         fix = override(path, near) if accepts(path, near) else _unset(path, value)
-    if field_of(path) is None:  # an item of a list, which no other number may stand for
+    if field_of(path) is None:  # an item of a list, which no other number can replace
         fix = ""
     return Problem("MT014", path, value, f"must be {words} {bound}", fix, where(path))
 
@@ -332,7 +332,7 @@ def _unset(path: str, value: Any) -> str:
 
 
 def _item_as(kind: str) -> Callable[[Any], Any]:
-    """Return what one item of the wrong type may have meant."""
+    """Return the likely meaning of one item of the wrong type."""
     if kind.startswith("int"):
         return lambda item: round(item) if isinstance(item, float) and math.isfinite(item) else item
     return lambda item: as_name(item) if kind == "string_type" else item
@@ -342,7 +342,7 @@ def _items(path: str, values: Mapping[str, Any], meant: Callable[[Any], Any]) ->
     """Return the list around the item at `path` with its items as meant; else empty."""
     outer = whole(path)
     said = values.get(outer)
-    # Repeat the whole list: a fix must be a setting, and an item has no key of its own.
+    # Repeat the whole list: a fix must be a setting, and an item has no key.
     items = (
         [meant(item) for item in said] if isinstance(said, list) and len(said) <= MAX_ITEMS else []
     )

@@ -55,7 +55,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     """Return the model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight of the layers, of the masked-token head and of the output layer, which every
-    position goes through, and 12 per layer, channel and key of attention. `causal` says nothing
+    position goes through, and 12 per layer, channel and key of attention. `causal` has no effect
     here: a token sees the whole sample. What is pooled from one token of a sample is left out.
     """
     bert = BertConfig.of(model)

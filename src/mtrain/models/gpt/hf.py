@@ -135,9 +135,9 @@ _NORMS_BEHIND = tuple(
     )
     for ours, theirs in (("post_self_attn", "post_attention"), ("post_mlp", "post_feedforward"))
 )
-# OLMo 2 has its norms on what a layer adds, and none in front.
+# OLMo 2 norms the outputs of a layer's parts, not their inputs.
 OLMO2 = replace(LLAMA, layer=(*_NORMS_BEHIND, *_grouped_query("weight"), *_QK_NORMS))
-# Gemma has norms in front and on what a layer adds.
+# Gemma norms the inputs and outputs of a layer's parts.
 GEMMA = replace(
     OLMO2,
     layer=(
@@ -150,7 +150,7 @@ GEMMA = replace(
     ),
 )
 MINIMAX_M2 = replace(LLAMA, dense=(), experts=_BIAS_BESIDE)
-# Phi-3's files have queries, keys and values in one tensor, and gate over up as ours.
+# Phi-3's files have queries, keys and values in one tensor, and gate over up as mtrain does.
 PHI3 = Table(
     _ENDS,
     (
@@ -406,8 +406,8 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
     """Return the overrides that the names of the weights decide and a `config.json` leaves open:
     MTP layers.
 
-    transformers writes how many there are, and not their weights. A model that is `wanted` says how
-    many it has.
+    transformers writes how many there are, and not their weights. A `wanted` model determines their
+    number.
     """
     held = sum(_JOINS.fullmatch(name) is not None for name in names)
     return () if held == model.mtp_held else (f"model.mtp_num_layers={held or 'null'}",)

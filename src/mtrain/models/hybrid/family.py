@@ -82,7 +82,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     changed: dict[str, Any] = {"hybrid": hybrid.model_copy(update=update)}
     if (
         model.linear_attention is not None and small.linear_attention is not None
-    ):  # the pattern says which layers
+    ):  # the pattern names the layers
         freq = model.linear_attention.freq
         changed["linear_attention"] = small.linear_attention.model_copy(update={"freq": freq})
     return small.model_copy(update=changed)

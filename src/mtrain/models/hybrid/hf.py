@@ -17,7 +17,7 @@ from mtrain.models.table import QKV, VOCABULARY, Copy, Entry, Operation, Step, T
 
 @dataclass(frozen=True)
 class Fused(Entry):
-    """A tensor of theirs whose rows are several of our tensors, named after it."""
+    """A tensor of transformers whose rows are several tensors here, named after it."""
 
     parts: tuple[str, ...] = ()
 
@@ -142,7 +142,7 @@ def _experts(mixer: str, apart: bool) -> Iterator[Entry]:
 
 
 def _granite(router: str, first: str, second: str) -> ByKind:
-    """Return the table of Granite 4, each of whose layers is two of ours; `router`, `first` and
+    """Return the table of Granite 4, each of whose layers is two of mtrain's; `router`, `first` and
     `second` are those of routed experts.
     """
     theirs = "model.layers.{p}."

@@ -100,7 +100,7 @@ def _project(g: Graph, tower: Rank, r: Rank) -> None:
     own = LlavaConfig.of(r.model)
     h = r.model.hidden_size
     rows = _patches(tower)
-    # the class token is left out of a view
+    # a view without the class token
     features = Tensor(tower.tokens * own.vision_hidden_size * r.element)
     up = column(g, rows, "projector.linear_fc1", features, own.vision_hidden_size, h // r.layout.tp)
     more = [Tensor(up.bytes)] if own.projector_activation == "quick_gelu" else []

@@ -23,9 +23,9 @@ _PROJECTOR_WORDS = {
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
     "quick_gelu": "quick_gelu",
 }
-"""Their activation functions -> ours."""
+"""transformers' activation functions -> mtrain's."""
 _TABLES = tables_of(__file__)
-# Published files leave out what is the default of transformers' LlamaConfig.
+# Published files omit the defaults of transformers' LlamaConfig.
 _LLAMA = FAMILIES["llama"]
 _TEXT = replace(_LLAMA, absent=_LLAMA.absent | _TABLES["language"]["absent"])
 # Defaults are those of transformers' CLIPVisionConfig.
@@ -33,7 +33,7 @@ _VISION = Family.of(_TABLES["vision"])
 
 
 def _inner(f: ConfigFile, key: str, family: Family, kind: str, absent: Json) -> ConfigFile:
-    """Return the object that a key holds, read as a file of its own.
+    """Return the object that a key holds, read like a file.
 
     Raises:
         TypeError: it holds something else.
@@ -58,7 +58,7 @@ def _merge(f: ConfigFile, key: str, inner: ConfigFile) -> None:
 
 
 def language(f: ConfigFile) -> None:
-    """Read the language model, a Llama. Its embeddings are tied where either object says so."""
+    """Read the language model, a Llama. Its embeddings are tied if either object ties them."""
     text = _inner(f, "text_config", _TEXT, "llama", {})
     for more in _TEXT.more:
         more(text)
@@ -104,7 +104,7 @@ def _activation(f: ConfigFile, key: str, ours: str) -> None:
 
 
 READS = Family.of(_TABLES["model"], more=(language, tower, join))
-"""Mapping from the keys of such a file to ours."""
+"""Mapping from the keys of such a file to mtrain's."""
 
 
 def writes(m: ModelConfig) -> Json:

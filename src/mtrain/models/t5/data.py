@@ -1,6 +1,6 @@
 """The objective of an encoder-decoder: span corruption (arXiv:1910.10683, 3.1.4).
 
-The share `model.t5.noise_density` of a sample's tokens is left out, in spans of a mean length. The
+Spans of a mean length hide the share `model.t5.noise_density` of a sample's tokens. The
 encoder reads the sample with a sentinel in place of each span; the decoder predicts each sentinel
 and the tokens of its span. Both end with `end_id`. The number of tokens and spans that are left out
 does not depend on the sample, so both lengths are fixed; which ones depends only on the seed, the
@@ -23,7 +23,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SpanBatch(MicroBatch):
-    """A micro-batch whose `tokens` [b, s] are those that the decoder reads."""
+    """A micro-batch with the decoder's input as `tokens` [b, s]."""
 
     encoder_tokens: torch.Tensor
     """int64 [b, t]: what the encoder reads."""

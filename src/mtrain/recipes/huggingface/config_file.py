@@ -132,7 +132,7 @@ class ConfigFile:
             value = self.get(theirs)
             if value is not None:
                 self.out[ours] = value
-        # after the copies: what a family fixes, no key of a file changes
+        # after the copies: no key of a file changes a value that the family fixes
         self.out |= self.family.fixed
         for key, (allowed, text) in self.family.must.items():
             self.must(key, allowed, text)
@@ -182,7 +182,7 @@ class ConfigFile:
         """Account for every key that no reader used."""
         known = {*self.read, *self.family.keys, *self.family.irrelevant, *IRRELEVANT, *PLAIN}
         for key in self._unread:
-            # null and false say that a feature is off, as it is
+            # null and false switch a feature off, which is the default
             if self.original[key] not in (None, False):
                 name = self.read_by.name.removesuffix("Config") if self.read_by else ""
                 self.refuse(key, "no effect", f"is read by no layer of {name} in transformers")
@@ -336,7 +336,7 @@ class Class:
 
     name: str
     read: frozenset[str]
-    """Keys that it reads, of those that any class declares."""
+    """Keys that it reads, among those that any class declares."""
     null: Mapping[str, str]
     """Key -> the meaning of null: `refused`, `absent`, `filled`, `false`, or `nothing`."""
     declared: frozenset[str]

@@ -1,6 +1,7 @@
 """The `config.json` of Granite 4's hybrids, read and written.
 
-A layer of theirs is two of ours: a mixer or attention, then an MLP, or experts with a shared one.
+A layer of Granite is two of mtrain's: a mixer or attention, then an MLP, or experts with a shared
+one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mtrain.recipes.huggingface.writers import mixture
 def _granite(file: ConfigFile) -> None:
     mixers = _mixers(file)
     experts = file.get("num_local_experts") > 0
-    # a layer of theirs is two of ours
+    # a layer of Granite is two of mtrain's
     pattern = "".join(mixer + (EXPERTS if experts else MLP) for mixer in mixers)
     heads = file.number("mamba_n_heads")
     width = int(file.number("mamba_expand") * file.number("hidden_size"))
@@ -125,7 +126,7 @@ def _writes(model: ModelConfig) -> Json:
     if moe.shared_expert_intermediate_size is None:
         raise ValueError("it has no shared experts, which layers of theirs always have")
     return body | {
-        # their loss averages their layers, of which each has experts: half of ours
+        # Granite's loss averages its layers, of which each has experts: half of mtrain's
         **mixture(model, "num_local_experts", "intermediate_size", dense=model.num_layers // 2),
         "shared_intermediate_size": moe.shared_expert_intermediate_size,
     }

@@ -15,14 +15,14 @@ UNGATED_WORDS = {
     **dict.fromkeys(_TANH, "gelu_tanh"),
     "relu2": "squared_relu",
 }
-"""Hugging Face's activations of an MLP without a gate -> ours."""
+"""Hugging Face's activations of an MLP without a gate -> mtrain's."""
 GATED_WORDS = {
     **dict.fromkeys(("silu", "swish"), "swiglu"),
     **dict.fromkeys(("gelu", "gelu_python"), "geglu"),
     **dict.fromkeys(_TANH, "geglu_tanh"),
     "quick_gelu": "quick_geglu",
 }
-"""Hugging Face's activations of a gate -> ours."""
+"""Hugging Face's activations of a gate -> mtrain's."""
 
 
 def _activation(file: ConfigFile, key: str, words: dict[str, str]) -> None:

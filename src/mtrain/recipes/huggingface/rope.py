@@ -136,7 +136,7 @@ def _rotary(
     # the first files of some families have another word for the same computation
     kind = words.get(kind, kind)
     _length_before(file, kind, inner)
-    # MLA has keys of its own for its scaling
+    # MLA has its own keys of the scaling
     latent = "model.mla.kv_lora_rank" in file.out
     for key, value in inner.items():
         if key not in KNOWN:

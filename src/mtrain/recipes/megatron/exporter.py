@@ -93,7 +93,7 @@ def _quoted(word: str) -> str:
 
 def leftover_keys(run: RunConfig, text: str) -> list[str]:
     """Return the values that complete the flags in `text` to their configuration."""
-    # what reading gives back is what a user gets
+    # a user gets the result of reading it back
     back = import_texts([(text, "export")], "imported").run
     per_node = back.cluster.devices_per_node
     derived = back.parallel.ranks is None and per_node == run.cluster.devices_per_node

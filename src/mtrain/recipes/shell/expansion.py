@@ -116,7 +116,7 @@ class Expander:
         return Gap(" ".join(text.split()), self.where, " ".join(why.split()), absent, words)
 
     def stand_in(self, gap: Gap) -> str:
-        """Return a variable that stands for a gap in a text that is parsed again."""
+        """Return a variable in place of a gap, for a text that is parsed again."""
         name = f"unread_{len(self.stand_ins)}_"
         self.stand_ins[name] = gap.text
         self.state.variables[name] = [(gap,)]
