@@ -367,8 +367,7 @@ class Mine:
     layout: Layout | None = None
     """None where a rule is broken."""
     completed: Layout | None = None
-    """The fastest fitting layout of the same degrees; None: it does not exist, or is `layout`.
-    """
+    """The fastest fitting layout of the same degrees; None: it does not exist, or is `layout`."""
 
     @property
     def fits(self) -> bool:

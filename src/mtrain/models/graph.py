@@ -81,8 +81,7 @@ class Op(NamedTuple):
     low: bool = False
     """True if its products are in the low precision of the run, if the run has one."""
     seen: float = 1.0
-    """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones.
-    """
+    """Share of computed pairs of queries and keys in a kernel that passes over hidden ones."""
     factors: Factors = "weights"
     """Second factors of its products."""
     again: bool = False

@@ -103,9 +103,7 @@ def _split_gated(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _delta_rows(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the rows of each head of queries and keys: of its query, key, values and gates, and of
-    its betas and decays.
-    """
+    """Return rows of each head of queries and keys: query, key, values, gates, betas, decays."""
     own = model.linear_attention
     share = own.num_value_heads // own.num_key_heads
     values = share * own.value_head_dim

@@ -46,8 +46,7 @@ multiplied by it again; and older code for the same network.
 """
 _BALANCE = "model.moe.router_load_balancing_type"
 _SINKHORN = "sinkhorn"
-"""The balancing that weighs experts by other scores in evaluation too; others affect only training.
-"""
+"""The balancing that weighs experts by other scores in evaluation, too, not only in training."""
 
 _SAME_NAME = (
     "num_layers",

@@ -69,8 +69,7 @@ ADMITTED = frozenset(
         *DTYPES,
     ]
 )
-"""Names that `.metadata` may contain, with those of the save plan of megatron-core 0.14 and 0.15.
-"""
+"""Names that `.metadata` may contain, also in save plans of megatron-core 0.14 and 0.15."""
 
 
 _COMMON = "common_state/shard_0_1"
@@ -113,8 +112,7 @@ class TorchDist:
     tensors: dict[str, Stored] = field(default_factory=dict)
     objects: int = 0
     common: Chunk | None = None
-    """The arguments and other common state, which since megatron-core 0.19 is one of the objects.
-    """
+    """The arguments and other common state, one of the objects since megatron-core 0.19."""
 
 
 def is_torch_dist(path: Path) -> bool:

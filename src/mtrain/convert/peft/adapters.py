@@ -40,8 +40,7 @@ class PeftAdapters:
     parameters: list[str] = field(default_factory=list)
     """Parameters of experts with one."""
     ranks: dict[str, int] = field(default_factory=dict)
-    """Layers with another rank: one layer of transformers is several of mtrain's, with an adapter
-    each."""
+    """Layers with another rank: one of transformers is several here, each with an adapter."""
     transposed: bool = False
     """True if layers are of GPT-2's kind, whose weights are [in, out]."""
 

@@ -50,8 +50,7 @@ class TextCorpus:
     name: str
     """Short name, fit for a file name."""
     files: tuple[SourceFile, ...]
-    """Files in reading order, shuffled by name so that a split by position is not a split by topic.
-    """
+    """Files in reading order, shuffled by name so that splits by position are not by topic."""
     limit_bytes: int | None
     shown: str
     """The name of the corpus in messages."""

@@ -313,8 +313,7 @@ COMPUTED = (
 )
 """Tensors of older files that are computed here: rotary frequencies and causal masks."""
 UNREAD = (r"mtp\..*",)
-"""Multi-token prediction layers in files of Qwen3-Next, which transformers does not build either.
-"""
+"""Multi-token prediction layers in files of Qwen3-Next, which transformers omits too."""
 OF_IMAGES = (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*")
 """Vision tower and projector in files of models that also read images."""
 TIED = (Copy("lm_head.weight", "model.embed_tokens.weight"),)

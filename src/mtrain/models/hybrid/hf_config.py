@@ -11,11 +11,9 @@ from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kin
 from mtrain.recipes.huggingface.families import COMMON
 
 POSITIONS = 2048
-"""Tokens of a sample that Mamba-2 was trained with; its file names none, and it has no positions.
-"""
+"""Tokens of Mamba-2's samples in training; its file names none, and it has no positions."""
 NO_BOUND = (math.inf, {"__float__": "Infinity"})
-"""Spellings of infinity in a file: JSON has no word for it, and transformers 5 writes the latter.
-"""
+"""Spellings of infinity in a file: JSON has no word, and transformers 5 writes the latter."""
 WORDS = {
     "linear_attention": MAMBA,
     "mamba": MAMBA,

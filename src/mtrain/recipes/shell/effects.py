@@ -268,9 +268,7 @@ def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
 
 
 def _computed_name(raw: Raw) -> bool:
-    """Return whether the name in a word is computed, as in `$1` or `"$1=$2"`, and not as in `A`,
-    `"A=$2"` or `A[$1]`.
-    """
+    """Return whether the name in a word is computed, as in `$1` or `"$1=$2"`, not in `A[$1]`."""
     first = raw.parts[0] if raw.parts else None
     if first is None or all(part.kind == "text" for part in raw.parts):
         return False

@@ -1,6 +1,4 @@
-"""The list of operations of a step: by module, what was computed on which shapes, how often, and
-its FLOPs.
-"""
+"""A step's operations: by module, their shapes, counts and FLOPs."""
 
 from __future__ import annotations
 
@@ -112,7 +110,5 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Return the FLOPs of attention to every key: an addition and a multiplication for each pair in
-    both GEMMs.
-    """
+    """Return the FLOPs of attention to every key: two for each pair in both GEMMs."""
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])
