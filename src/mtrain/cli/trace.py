@@ -115,7 +115,8 @@ def page(found: dict[str, Any]) -> list[str]:
         *_timeline(found, unit),
         "",
         *_operations(found),
-        *_notes(found),
+        "",
+        *(f"note: {note}" for note in found["notes"]),
     ]
 
 
@@ -207,7 +208,3 @@ def _operations(found: dict[str, Any]) -> list[str]:
             ]
         )
     return ["operations with the most FLOPs", *table(rows, left=4)]
-
-
-def _notes(found: dict[str, Any]) -> list[str]:
-    return ["", *(f"note: {note}" for note in found["notes"])]

@@ -250,7 +250,8 @@ def _rate(tokens: float) -> str:
 
 def overrides(layout: Layout, task: Task, words: Sequence[str]) -> str:
     """Return a layout as a user types it after `words` without their layout."""
-    told = _told(layout, task, _composed(words, PLAINEST))
+    before = _composed(words, PLAINEST)
+    told = {**_chosen(layout), **_other(layout, task, before)}
     return " ".join(
         [f"parallel={PLAINEST}", *(override(key, plain(value)) for key, value in told.items())]
     )
@@ -273,11 +274,6 @@ def _composed(words: Sequence[str], choice: str) -> UnresolvedRun:
         return checkpoints.composed([*left_of(words), f"parallel={choice}"]).run
     except Rejected as error:
         raise ConfigError(error.problems) from None
-
-
-def _told(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
-    """Return the keys of a layout that do not follow from others, and those to override."""
-    return {**_chosen(layout), **_other(layout, task, before)}
 
 
 def _chosen(layout: Layout) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def counted(gpus: int, visible: str | None) -> Seen:
 
 def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
     """Return the GPUs as `Seen`; of instances of partitioned GPUs CUDA shows only the first."""
-    instance = next((gpu for gpu in found if _is_instance(gpu)), None)
+    instance = next((gpu for gpu in found if gpu.uuid.startswith("MIG-")), None)
     gpus = tuple(found) if instance is None else (instance,)
     if len(gpus) < len(found) and not fault:
         others = (
@@ -76,10 +76,6 @@ def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
         )
         return Seen(len(gpus), gpus, others, "one rank, or GPUs that are not partitioned", True)
     return Seen(len(gpus), gpus, fault, fix, on_purpose)
-
-
-def _is_instance(gpu: Gpu) -> bool:
-    return gpu.uuid.startswith("MIG-")
 
 
 def _device(gpu: Gpu) -> Gpu | None:

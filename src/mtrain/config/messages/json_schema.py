@@ -105,14 +105,10 @@ def _recipe() -> Json:
         "properties": {
             "recipe": {"$ref": "#/definitions/RecipeConfig"},
             "defaults": _choices(),
-            **_groups(whole),
+            **{group: whole["properties"][group] for group in GROUPS},
         },
         "definitions": definitions,
     }
-
-
-def _groups(whole: Mapping[str, Any]) -> Json:
-    return {group: whole["properties"][group] for group in GROUPS}
 
 
 def _partial(section: Mapping[str, Any]) -> Json:

@@ -87,7 +87,7 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
         notes += [
             f"{key} is for another run than the first, and is not read"
             for key in values
-            if _later(key)
+            if isinstance(key, str) and key.startswith("MODEL_ARGS_")
         ]
     else:
         words = list(_of_arguments(values))
@@ -121,10 +121,6 @@ def is_yaml(text: str) -> bool:
     return (
         re.search(r"^(MODEL_ARGS|language_model|model_parallel):", text, re.MULTILINE) is not None
     )
-
-
-def _later(key: object) -> bool:
-    return isinstance(key, str) and key.startswith("MODEL_ARGS_")
 
 
 def _mapping(value: Any) -> dict[str, Any]:
