@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.api import load
@@ -31,6 +31,9 @@ from mtrain.recipes.huggingface.classifiers import as_classifier
 from mtrain.recipes.huggingface.exporter import config_json, same_model
 from mtrain.recipes.huggingface.importer import KINDS, as_text, import_config, kind_of, read_json
 from mtrain.units import bytes_, count
+
+if TYPE_CHECKING:
+    import numpy as np
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"
 TOKENS = 64
@@ -342,16 +345,12 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
 
     # In fp32, with room for three copies of the weights; half of the memory stays free for others.
     need = 3 * 4 * parameters(run.model)
-    here = Machine.here().memory_bytes
+    room = Machine.here().memory_bytes // 2
     if not hf_reference.is_installed():
         return {"left_out": "transformers is not installed"}
-    if need > here // 2:
-        return {
-            "left_out": (
-                f"it needs about {bytes_(need)}, and half of this machine's memory is"
-                f" {bytes_(here // 2)}"
-            )
-        }
+    if need > room:
+        half = f"half of this machine's memory is {bytes_(room)}"
+        return {"left_out": f"it needs about {bytes_(need)}, and {half}"}
     tokens = min(TOKENS, run.model.max_position_embeddings)
     ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
     words = [
@@ -362,21 +361,30 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         "kernels=reference",
         "data.seq_length=null",
     ]
+    plain = _plain(run, words)
     with scratch_folder() as scratch:
-        (scratch / RUN_FILE).write_text(run_yaml(_plain(run, words)))
+        (scratch / RUN_FILE).write_text(run_yaml(plain))
         ours = scratch / "ours"
-        other = scratch / "theirs"
-        local.logits(_plain(run, words), checkpoint, ids, ours)
+        theirs = scratch / "theirs"
+        local.logits(plain, checkpoint, ids, ours)
+        name = "logits of transformers"
         try:
-            ChildProcess(
-                "logits of transformers", run, folder=str(folder), ids=ids, out=str(other)
-            ).result()
+            ChildProcess(name, run, folder=str(folder), ids=ids, out=str(theirs)).result()
         except MtrainError as error:
             return {"left_out": f"transformers did not load the folder: {str(error)[:200]}"}
-        a = np.fromfile(ours, np.float32)
-        b = np.fromfile(other, np.float32)
-    apart = float(np.abs(a - b).max())
-    largest = float(np.abs(b).max())
+        features = 1 if run.model.head else run.model.vocab_size
+        logits = (np.fromfile(path, np.float32).reshape(-1, features) for path in (ours, theirs))
+        return _distance(*logits)
+
+
+def _distance(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+    """Return the distance of logits [tokens, features].
+
+    Raises:
+        CorruptData: it is more than rounding.
+    """
+    apart = float(abs(ours - theirs).max())
+    largest = float(abs(theirs).max())
     # Written this way round, because a comparison with NaN is false.
     if not apart <= MOST_APART * largest:
         raise CorruptData(
@@ -384,8 +392,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
             f" {largest:.3g}: the weights do not mean the same on both sides, and nothing was"
             " written"
         )
-    tokens = len(b) // (1 if run.model.head else run.model.vocab_size)
-    return {"tokens": tokens, "largest_error": apart, "largest_logit": largest}
+    return {"tokens": len(theirs), "largest_error": apart, "largest_logit": largest}
 
 
 def _plain(run: RunConfig, words: list[str]) -> RunConfig:

@@ -76,6 +76,13 @@ _KINDS = {
     "model_attributes_type": "a mapping of keys",
     "finite_number": "a finite number",
 }
+# pydantic's errors of a list with too many or too few items.
+_COUNTS = (
+    "missing_positional_argument",
+    "unexpected_positional_argument",
+    "too_long",
+    "too_short",
+)
 
 
 _PATTERNS = {
@@ -141,27 +148,13 @@ def _problems(
     value = error["input"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        # An unknown section: report its keys one by one, since each may have a home elsewhere.
-        # The user meant a near key that takes the whole mapping.
-        near, why = suggest(path)
-        is_section = isinstance(value, dict) and value and not why and path not in GROUPS
-        if is_section and all(_is_section(key) or not accepts(key, value) for key in near):
-            for leaf, inner in leaves(value, path):
-                yield unknown_key(leaf, inner, where)
-        else:
-            yield unknown_key(path, value, where)
+        yield from _unknown(path, value, where)
     # pydantic reports a list that is too short as missing items.
-    elif kind == "missing" and path.rpartition(".")[2].isdigit():
+    elif kind in _COUNTS or (kind == "missing" and path.rpartition(".")[2].isdigit()):
         yield _length(path, value, where)
     elif kind == "missing":
-        yield Problem(
-            "MT015",
-            path,
-            None,
-            "is required and nothing sets it",
-            _required(path, values),
-            where(path),
-        )
+        rule = "is required and nothing sets it"
+        yield Problem("MT015", path, None, rule, _required(path, values), where(path))
     # An import leaves null where it cannot know; the reader needs a remark, not a type.
     elif value is None and path in OPEN:
         yield unfilled(path, where(path))
@@ -171,34 +164,36 @@ def _problems(
         yield _literal(path, value, where, values)
     elif kind in _KINDS:
         yield _wrong_type(path, kind, value, where, values)
-    elif kind in (
-        "missing_positional_argument",
-        "unexpected_positional_argument",
-        "too_long",
-        "too_short",
-    ):
-        yield _length(path, value, where)
-    elif kind == "string_pattern_mismatch":
+    else:
+        yield Problem("MT014", path, value, *_text(path, kind, value, context), where(path))
+
+
+def _unknown(path: str, value: Any, where: Where) -> Iterator[Problem]:
+    """Yield the problem of an unknown key, or of each key of an unknown section, since each may
+    have a home elsewhere.
+    """
+    near, why = suggest(path)
+    is_section = isinstance(value, dict) and value and not why and path not in GROUPS
+    # The user meant a near key that takes the whole mapping.
+    if is_section and all(_is_section(key) or not accepts(key, value) for key in near):
+        for leaf, inner in leaves(value, path):
+            yield unknown_key(leaf, inner, where)
+    else:
+        yield unknown_key(path, value, where)
+
+
+def _text(path: str, kind: str, value: Any, context: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the rule that a text breaks, and the fix."""
+    if kind == "string_pattern_mismatch":
         pattern = str(context.get("pattern"))
         rule = f"must be {_PATTERNS.get(pattern, f'text that matches {pattern}')}"
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", as_name(value)).strip("-._")
-        yield Problem(
-            "MT014",
-            path,
-            value,
-            rule,
-            override(path, name) if accepts(path, name) else _unset(path, None),
-            where(path),
-        )
-    elif kind == "string_too_long":
-        rule = f"has {len(value)} letters; at most {context['max_length']} are allowed"
-        yield Problem(
-            "MT014", path, value, rule, override(path, value[: context["max_length"]]), where(path)
-        )
-    else:
-        yield Problem(
-            "MT014", path, value, "is not what the key takes", _unset(path, value), where(path)
-        )
+        return rule, override(path, name) if accepts(path, name) else _unset(path, None)
+    if kind == "string_too_long":
+        most = context["max_length"]
+        rule = f"has {len(value)} letters; at most {most} are allowed"
+        return rule, override(path, value[:most])
+    return "is not what the key takes", _unset(path, value)
 
 
 def _is_section(path: str) -> bool:
