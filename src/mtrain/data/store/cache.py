@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import locks, strict_json, units
+from mtrain import durable, locks, strict_json, units
 from mtrain.errors import BadEnvironment, CorruptData
 
 UNUSED_DAYS = 90
@@ -132,8 +132,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """Write the metadata of a folder."""
-    (folder / META).write_text(strict_json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    """Write the metadata of a folder to the disk."""
+    durable.write(folder / META, (strict_json.dumps(meta, indent=1) + "\n").encode())
 
 
 def tidy(cache: Path, note: Callable[[str], None]) -> None:

@@ -454,13 +454,7 @@ def _tokenize(
     """Encode all documents with the given tokenizer or one trained now, and write everything."""
     import tokenizers
 
-    from mtrain.data.text.tokenizer import (
-        EOD,
-        Tokenizer,
-        encode_documents,
-        end_of_document_id,
-        train_bpe,
-    )
+    from mtrain.data.text.tokenizer import EOD, Tokenizer, end_of_document_id, train_bpe
 
     started = time.monotonic()
     if given is None:
@@ -476,6 +470,32 @@ def _tokenize(
         vocab_size = loaded.vocab_size
     trained = time.monotonic()
     durable.write(folder / "tokenizer.json", tokenizer_bytes)
+    counted, sha256 = _encode(text, folder, tokenizer, eod, vocab_size)
+    sha256["tokenizer.json"] = hashlib.sha256(tokenizer_bytes).hexdigest()
+    meta = {
+        "format": FORMAT,
+        "kind": "text",
+        "source": text.name,
+        **counted,
+        "vocab_size": vocab_size,
+        "eod": eod,
+        "files": {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256[n]} for n in FILES},
+        "fingerprint": sha256["tokens.bin"][:32],
+        "seconds": {
+            "train": round(trained - started, 3),
+            "encode": round(time.monotonic() - trained, 3),
+        },
+    }
+    corpora.write_meta(folder, meta)
+    return meta
+
+
+def _encode(
+    text: TextCorpus, folder: Path, tokenizer: Any, eod: int, vocab_size: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Write the tokens of all documents into `folder`; return their numbers, and sha256 by file."""
+    from mtrain.data.text.tokenizer import encode_documents
+
     counts = np.zeros(vocab_size, np.int64)
     documents = 0
     text_bytes = 0
@@ -494,27 +514,13 @@ def _tokenize(
         for batch in encode_documents(tokenizer, texts(), eod):
             counts += np.bincount(batch.tokens, minlength=vocab_size)
             writer.add(batch.tokens, batch.lengths)
-        sha256 = writer.close()
-    sha256 = {"tokens.bin": sha256[".bin"], "tokens.idx": sha256[".idx"]}
-    sha256["tokenizer.json"] = hashlib.sha256(tokenizer_bytes).hexdigest()
-    meta = {
-        "format": FORMAT,
-        "kind": "text",
-        "source": text.name,
+        sha256 = {f"tokens{end}": digits for end, digits in writer.close().items()}
+    counted = {
         "documents": documents,
         "skipped": len(text.skipped),
         "tokens": int(counts.sum()),
         "text_bytes": text_bytes,
-        "vocab_size": vocab_size,
-        "eod": eod,
         "unigram_entropy_nats": entropy_nats(counts),
-        "files": {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256[n]} for n in FILES},
-        "fingerprint": sha256["tokens.bin"][:32],
         "contents": digest.hexdigest(),
-        "seconds": {
-            "train": round(trained - started, 3),
-            "encode": round(time.monotonic() - trained, 3),
-        },
     }
-    durable.write(folder / "meta.json", (strict_json.dumps(meta, indent=1) + "\n").encode())
-    return meta
+    return counted, sha256
