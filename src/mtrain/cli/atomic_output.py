@@ -125,11 +125,7 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
             held = locks.lock(descriptor, draft)
             # The path may have been renamed or removed between `open` and the lock.
             if os.path.exists(draft) and os.path.samestat(os.fstat(descriptor), os.stat(draft)):
-                for left in draft.iterdir():
-                    if left.is_dir() and not left.is_symlink():
-                        shutil.rmtree(left)
-                    else:
-                        left.unlink()
+                _empty(draft)
                 return descriptor, held
             # The process that held the lock has renamed or removed the folder.
             held.release()
@@ -140,6 +136,14 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
             if isinstance(error, locks.Taken):
                 raise BadEnvironment(_in_use(draft, error.owner)) from None
             raise
+
+
+def _empty(folder: Path) -> None:
+    for left in folder.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
 
 
 def _in_use(draft: Path, owner: str) -> str:
