@@ -130,9 +130,7 @@ def shortened(value: object) -> str:
 
 
 def visible(text: str) -> str:
-    """Return `text` as one line that a terminal shows and does not obey, with escapes for
-    unprintable characters.
-    """
+    """Return `text` as one safe line for a terminal, with escapes for unprintable characters."""
     return "".join(c if c.isprintable() else _code(ord(c)) for c in text)
 
 
@@ -175,9 +173,7 @@ def warn(text: str) -> None:
 
 
 def say_page(text: str, *, error: bool = False) -> None:
-    """Print a text of several lines, such as generated text or a file, with other unprintable
-    characters escaped.
-    """
+    """Print a text of several lines, such as a file, with unprintable characters escaped."""
     _put(printable(text.removesuffix("\n")), sys.stderr if error else sys.stdout)
 
 
@@ -389,9 +385,7 @@ class Code:
     """The advice. Empty: to change one of the keys that the rule reads."""
     severity: Severity = "error"
     example: str = ""
-    """A command line that raises it on a small machine without GPUs; empty if that needs the user's
-    files.
-    """
+    """A command line that raises it on a machine without GPUs; empty if users' files are needed."""
     says: str = ""
     """A sample of the numbers, if no example can make one."""
 

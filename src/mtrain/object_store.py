@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 from mtrain.errors import BadEnvironment, MtrainError
 
 SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "file", "memory")
-"""Stores that checkpoints can lie in: `file` on a disk that machines share, `memory` in one process
-only.
-"""
+"""Stores of checkpoints: `file` on a disk that machines share, `memory` in one process."""
 SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 SECRET = re.compile(r"://[^/]*@|[?#]")
 T = TypeVar("T")

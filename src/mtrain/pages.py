@@ -24,7 +24,5 @@ def html_page(title: str, style: str, body: Iterable[str]) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return text for a page: what cannot be printed becomes its code, and nothing in
-    it is markup.
-    """
+    """Return text for a page: codes for unprintable characters, and no markup."""
     return escape(visible(in_a_line(str(value))))

@@ -38,9 +38,7 @@ class Startup:
     """The parts of a start: each ends where the next one begins."""
 
     def __init__(self, begun: float, ends: list[tuple[str, float]] | None = None) -> None:
-        """Record the start; `begun` and the ends of parts are readings of the monotonic clock, in
-        seconds.
-        """
+        """Record the start; `begun` and the ends of parts are monotonic seconds."""
         self.begun = begun
         self.ends = [] if ends is None else ends
 
@@ -113,9 +111,7 @@ class Compilations:
 
 
 def process_began() -> float:
-    """Return the monotonic clock at the start of this process, to 0.01 s; now, where the system
-    does not report it.
-    """
+    """Return the monotonic clock at this process's start, to 0.01 s; now if unknown."""
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -10,8 +10,7 @@ GIB = 1 << 30
 DAY = 24 * 3600
 FEW_DAYS = 2
 MANY_DAYS = 10
-"""Durations are printed in days with one decimal from FEW_DAYS on, and without from MANY_DAYS on.
-"""
+"""Durations are in days with one decimal from FEW_DAYS on, without from MANY_DAYS on."""
 
 
 def count(n: float) -> str:
@@ -23,9 +22,7 @@ def count(n: float) -> str:
 
 
 def short(n: float) -> str:
-    """Return a number to three digits with a decimal suffix and no power of ten: 99660 -> '99.7k',
-    12.34 -> '12.3'.
-    """
+    """Return a number to three digits with a decimal suffix: 99660 -> '99.7k', 12.34 -> '12.3'."""
     for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")):
         if abs(n) >= 0.9995 * size:
             return _three_digits(n / size) + suffix

@@ -76,9 +76,7 @@ def build_model(
 
 
 def build_reference(run: RunConfig, world: World) -> list[Any]:
-    """Return a frozen copy of this rank's chunks, without buffers of gradients and without the
-    values of weights.
-    """
+    """Return a frozen copy of this rank's chunks, without gradient buffers or weight values."""
     chunks = build_model(run, world, wrap=False, drawn=False)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -103,9 +101,7 @@ def _stream_of_gradients(run: RunConfig, device: Device) -> Iterator[None]:
 
 
 def _half(config: Any, chunk: Any) -> Any:
-    """Return the chunk in half precision, but for the routers' balancing biases, which a checkpoint
-    holds in full.
-    """
+    """Return the chunk in half precision, except the routers' balancing biases, kept in full."""
     wrapped = mcore.Float16Module(config, chunk)
     for router in (module for module in wrapped.modules() if isinstance(module, mcore.TopKRouter)):
         router._maintain_float32_expert_bias()
@@ -121,9 +117,7 @@ def _may_defer(run: RunConfig) -> bool:
 
 
 def blank_model(run: RunConfig, world: World) -> list[Any]:
-    """Return this rank's chunks in a `fake_world` world: every layer and shape, no memory; portable
-    layers.
-    """
+    """Return this rank's chunks in a `fake_world`: all layers and shapes, portable, no memory."""
     words = {op.name: "reference" for op in OPERATIONS} | {"default": "reference"}
     off = {"gradient_accumulation_fusion": False, "cpu_matmul": None}
     kernels = run.kernels.model_copy(update={**words, **off})

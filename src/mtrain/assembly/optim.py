@@ -19,9 +19,7 @@ from mtrain.mcore.state.optimizer_state import distribute, name_states
 
 
 def build_optimizer(run: RunConfig, chunks: list[Any]) -> Any:
-    """Build megatron-core's optimizer over this rank's chunks: distributed or not, mixed precision
-    or not.
-    """
+    """Build megatron-core's optimizer over this rank's chunks, in the run's precision."""
     spec = OPTIMIZERS[run.optim.name]
     config = optimizer_config(run)
     overrides = mcore.get_standard_config_overrides(config)
@@ -74,18 +72,14 @@ def _matching(group: ParamGroup) -> Any:
 
 
 def _update_in_one_pass(optimizer: Any) -> None:
-    """Let torch's Adam update each weight in one pass over memory; megatron-core leaves it at a
-    dozen on a CPU.
-    """
+    """Let torch's Adam update a weight in one pass; megatron-core makes a dozen on a CPU."""
     if isinstance(optimizer, torch.optim.Adam):
         for group in optimizer.param_groups:
             group["fused"] = True
 
 
 def build_schedule(run: RunConfig, optimizer: Any) -> Any:
-    """Return the learning-rate schedule in steps; `step(1)` before an update sets the rate of
-    that update.
-    """
+    """Return the schedule of learning rates in steps; `step(1)` precedes the update it is for."""
     fields = values(SCHEDULE_FIELDS, run)
     # megatron-core's own formulas round otherwise in the last bit (inverse_sqrt), and a resumed run
     # has to go on with the rates that it had

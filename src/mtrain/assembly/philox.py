@@ -97,7 +97,9 @@ class Stream:
         which wrap around.
         """
         x0 = counters
-        x1 = x2 = x3 = torch.zeros_like(counters)
+        x1 = torch.zeros_like(counters)
+        x2 = x1
+        x3 = x1
         keys = [self.key & (2**64 - 1), self.key >> 64]
         for _ in range(ROUNDS):
             high0, low0 = _product(MULTIPLIERS[0], x0)

@@ -46,9 +46,7 @@ def deferred() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Normal:
-    """An initialiser for megatron-core that marks a parameter as normal with standard deviation
-    `std`.
-    """
+    """An initialiser for megatron-core that marks a parameter as normal with deviation `std`."""
 
     std: float
 
@@ -149,9 +147,7 @@ def _bits(
     rows: tuple[int, int],
     device: torch.device | None,
 ) -> torch.Tensor:
-    """Return random bits of some rows of a part of a whole tensor, counted from the part's first:
-    int32 [rows, elements].
-    """
+    """Return random bits of rows of a part of a whole tensor: int32 [rows, elements]."""
     top = offset[0] + rows[0]
     bottom = offset[0] + rows[1]
     width = prod(shape[1:])

@@ -89,9 +89,7 @@ class Contents:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as bytes in row-major order, uint8 [n]: the same memory where it is
-    contiguous.
-    """
+    """Return a tensor as row-major bytes, uint8 [n], in the same memory if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

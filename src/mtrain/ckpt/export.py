@@ -1,6 +1,4 @@
-"""The weights of a checkpoint as whole tensors: files that depend on no layout and on
-no optimizer.
-"""
+"""The weights of a checkpoint as whole tensors, independent of layouts and optimizers."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class Exported:
     files: tuple[Path, ...]
     tensors: int
     elements: int
-    """Numbers in all tensors: the parameters of the model, and a router's balancing biases where it
-    has them.
-    """
+    """Numbers in all tensors: the model's parameters and any balancing biases of routers."""
     padding: str
     """Treatment of the vocabulary's padding rows, in words; empty without padding."""
 

@@ -102,9 +102,7 @@ class Entry:
     """The offset of its bytes in the file."""
     nbytes: int
     hashes: str
-    """Hex hashes of its blocks, concatenated; empty in files that were written before there were
-    any.
-    """
+    """Hex hashes of its blocks, concatenated; empty in files from before block hashes."""
     block_bytes: int
     whole: str = ""
     """Hex sha256 of all its bytes, where the writer knew it."""
@@ -207,9 +205,7 @@ def _begun(algorithm: Algorithm) -> Any:
 
 
 def hash_blocks(data: Any, algorithm: Algorithm = XXH3) -> str:
-    """Return the hex hash of every block of an entry's bytes, concatenated; no bytes count as one
-    empty block.
-    """
+    """Return the concatenated hex hashes of an entry's blocks; no bytes are one empty block."""
     blocks = BlockHasher(algorithm)
     blocks.add(data)
     return blocks.hexdigest()
@@ -233,9 +229,7 @@ def metadata_of(
     whole: Mapping[str, str] | None = None,
     algorithm: Algorithm = XXH3,
 ) -> dict[str, str]:
-    """Return the metadata of a shard: the hashes that `hash_blocks` made, and the sha256 of `whole`
-    entries if known.
-    """
+    """Return a shard's metadata: hashes of `hash_blocks`, and sha256 of known `whole` entries."""
     body: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "entries": dict(hashed)}
     if whole:
         body["whole"] = dict(whole)
@@ -285,9 +279,7 @@ class Shard:
     """
 
     def __init__(self, path: Path, *, once: bool = False) -> None:
-        """Open a file; `once`: nobody reads its bytes soon again, so that the page cache need not
-        keep them.
-        """
+        """Open a file; `once`: its bytes are read once, so the page cache need not keep them."""
         self._file = sources.opened(path, once=once)
         self.name = self._file.name
         """Its path, or the address that it is read from, for messages."""
@@ -449,9 +441,7 @@ def checked(path: Path, facts: Mapping[str, Any], *, once: bool = False) -> Shar
 
 
 def wrote(path: Path) -> dict[str, Any]:
-    """Take a shard that this process has just written as sound; return the manifest's facts about
-    the file.
-    """
+    """Trust a shard that this process has just written; return its facts for the manifest."""
     # Read back, so that the manifest has the hash of the header that is in the file.
     shard = Shard(path)
     shard.take_as_sound()
@@ -464,9 +454,7 @@ def _sound_of(file: Identity) -> _Sound:
 
 
 def forget(path: Path) -> None:
-    """Let everything of a file be compared again: one that was removed a moment ago may have had
-    the same identity.
-    """
+    """Forget a file's verdict: a file just removed may have had the same identity."""
     _sound.pop(identity(path.stat()), None)
 
 

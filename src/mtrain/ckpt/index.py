@@ -156,9 +156,7 @@ def _name(rank: int) -> str:
 
 
 def _place(draft: Path, rank: int, size: int) -> Path:
-    """Return the folder of a rank's index: a group has its own, so that its first rank lists no
-    files of others.
-    """
+    """Return the folder of a rank's index: one for each group, so its first rank lists less."""
     return draft / f".group_{rank // GROUP:05d}" if sharded(size) else draft
 
 

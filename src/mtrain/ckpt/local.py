@@ -127,9 +127,7 @@ class _Noted:
 
 
 def place_of(home: Path, local_dir: str | None, machine: int | None = None) -> Local | None:
-    """Return the place that `begin` prepared for a run folder, or that of a machine; None: there is
-    none.
-    """
+    """Return the place that `begin` prepared for a run folder or a machine's; None without one."""
     noted = _noted(home)
     if local_dir is None or not noted.token:
         return None
@@ -184,9 +182,7 @@ def intact(home: Path, than: int, machine: int) -> list[int]:
 
 
 def replica_root(root: Path, of: int, on: int) -> Path:
-    """Return the folder of the copies that a machine, whose own parts are in `root`, has of the
-    parts of another one.
-    """
+    """Return a machine's folder of copies of another one's parts; its own parts are in `root`."""
     return root.with_name(f"{REPLICA}_{of}_on_{on}")
 
 

@@ -21,9 +21,7 @@ from mtrain.world.heartbeat import tick, waiting
 SHORTEST_S = 0.001
 """The first pause between two questions to the store; each further one is twice as long."""
 LONGEST_S = 0.1
-"""The longest pause of up to 500 ranks; that of more grows with them, or they would keep the store
-busy.
-"""
+"""The longest pause of up to 500 ranks; more ranks pause longer, or they overload the store."""
 ALIVE_S = 0.25
 CHUNK_BYTES = 4 << 20
 """The most that is written at once: a store of torch takes messages of 8 MiB."""

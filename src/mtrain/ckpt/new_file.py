@@ -308,9 +308,7 @@ class RingFile(NewFile):
         self._ring.freed(self._end + self._shift)
 
     def _write_block(self, most: int) -> None:
-        """Let another thread write the next bytes: up to the end of the ring, or of the page that
-        the head ends in.
-        """
+        """Let another thread write up to the end of the ring, or of the page of the head."""
         first = min(-self._at % PAGE, self._end - self._at)
         if first:
             self._front = bytes(self._bytes(first))

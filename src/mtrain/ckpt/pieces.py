@@ -18,9 +18,7 @@ from typing import Any
 from mtrain.errors import CorruptData
 
 Piece = dict[str, Any]
-"""Entry of a manifest: file, entry, offset and shape of a box, and its flat range if it is only a
-part of the box.
-"""
+"""Entry of a manifest: file, entry, offset and shape of a box; flat range of a part of it."""
 Numbers = tuple[int, ...]
 
 
@@ -104,9 +102,7 @@ def parts(wanted: Region, pieces: Iterable[Piece], limit: int, what: str) -> Ite
 def _meeting(
     wanted: Region, pieces: Iterable[Piece]
 ) -> dict[tuple[Numbers, Numbers, Numbers], Piece]:
-    """Return the pieces that may share elements with `wanted`, by offset, shape and flat range; of
-    many, few do.
-    """
+    """Return the pieces that may share elements with `wanted`, by offset, shape and flat range."""
     offset = list(wanted.offset)
     shape = list(wanted.shape)
     flat = wanted.flat

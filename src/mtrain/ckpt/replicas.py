@@ -18,9 +18,7 @@ from mtrain.ckpt.meeting import Meeting
 from mtrain.mcore.state.sharding import TensorShard
 
 FACTS = 3
-"""Numbers that ranks exchange of a piece: what it is, its bytes, and whether this rank is the first
-of all that hold it.
-"""
+"""Numbers of a piece to exchange: identity, bytes, and whether this rank is its first holder."""
 
 
 @dataclass

@@ -187,9 +187,7 @@ def losses_of(root: Path, policy: Policy) -> Mapping[int, float]:
 
 
 def prune(root: Path, policy: Policy) -> None:
-    """Delete the older checkpoints of a run that has just committed one, and those of a course that
-    it has left.
-    """
+    """Delete older checkpoints of a run that has just committed one, and of abandoned courses."""
     folder.sweep(root)
     doomed = [path for path in root.glob(".superseded-*") if not folder.is_read(path)]
     every = folder.committed(root)
@@ -209,9 +207,7 @@ def prune(root: Path, policy: Policy) -> None:
 
 
 def named_by_others(root: Path, every: Collection[Path]) -> list[Path]:
-    """Return the checkpoints in `root` that the configuration of another run next to this one names
-    as its start.
-    """
+    """Return the checkpoints in `root` that the configuration of a neighbouring run starts from."""
     home = root.absolute().parent
     places = "|".join(re.escape(str(place)) for place in {root.absolute(), root.resolve()})
     names: set[str] = set()

@@ -1,6 +1,4 @@
-"""Safetensors files as others may read them: written through the library, with the mode that the
-umask gives.
-"""
+"""Safetensors files for other readers: written by the library, with the umask's mode."""
 
 from __future__ import annotations
 

@@ -127,9 +127,7 @@ class DiskFile:
     """
 
     def __init__(self, path: Path, *, once: bool = False) -> None:
-        """Open it; `once`: nobody reads its bytes soon again, so that the page cache need not keep
-        them.
-        """
+        """Open it; `once`: its bytes are read once, so the page cache need not keep them."""
         self.name = str(path)
         self._path = path
         self._once = once

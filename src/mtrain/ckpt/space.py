@@ -14,8 +14,7 @@ from mtrain.ckpt.hashes import room_for
 from mtrain.ckpt.shard_file import ShardFile
 
 PIECE_BYTES = 2048
-"""Room for the facts of a piece: in the header of its file, the index of its rank and the manifest.
-"""
+"""Room for the facts of a piece: in its file's header, the rank's index and the manifest."""
 RANK_BYTES = 32 << 10
 """Room of a rank for everything but tensors: ends of blocks of its files, and on rank 0 `run.yaml`
 and the trainer's state.
@@ -23,9 +22,7 @@ and the trainer's state.
 
 
 def to_write(files: Iterable[ShardFile]) -> int:
-    """Return the bytes of a rank's files, with their hashes and names; a little more than the files
-    will have.
-    """
+    """Return the bytes of a rank's files with hashes and names, rounded up a little."""
     total = RANK_BYTES
     for file in files:
         for entry in file.entries:

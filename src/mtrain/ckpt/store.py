@@ -43,9 +43,7 @@ AT_ONCE = 8
 
 @dataclass
 class Frozen:
-    """This rank's tensors that no step changes: written once, and in every further checkpoint a
-    link to the file.
-    """
+    """This rank's constant tensors: written once, and linked in every further checkpoint."""
 
     shards: Iterable[TensorShard] = ()
     path: Path | None = None
@@ -206,8 +204,7 @@ class Checkpoint:
     path: Path
     manifest: dict[str, Any]
     patience_s: float = 0.0
-    """The time that a disk may take to answer while it is read, before the rank counts as hanging.
-    """
+    """The time that a disk may take to answer a read before the rank counts as hanging."""
     address: str | None = None
     """The address that the folder stands for; None: the folder has the shards itself."""
 

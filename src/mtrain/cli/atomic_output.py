@@ -1,6 +1,4 @@
-"""Paths that a conversion is given, and the folder that it writes: there when all is in it, or not
-at all.
-"""
+"""Paths given to a conversion, and the folder that it writes, complete or not at all."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def read_dtype(options: Mapping[str, str]) -> str | None:
     """Return the name in safetensors of the format that `dtype=` names; None: it is unset.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: the format is unknown.
     """
     word = options.get("dtype")
     if word is not None and word not in DTYPES:
@@ -118,9 +116,7 @@ def drafted(out: Path, doing: str) -> Iterator[Path]:
 
 
 def _claim(draft: Path) -> tuple[int, locks.Lock]:
-    """Return a descriptor of an empty folder, and its lock: this process owns the folder while it
-    holds both.
-    """
+    """Return a descriptor of an empty folder, and its lock, which own the folder while held."""
     while True:
         draft.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -129,11 +125,7 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
             held = locks.lock(descriptor, draft)
             # The path may have been renamed or removed between `open` and the lock.
             if os.path.exists(draft) and os.path.samestat(os.fstat(descriptor), os.stat(draft)):
-                for left in draft.iterdir():
-                    if left.is_dir() and not left.is_symlink():
-                        shutil.rmtree(left)
-                    else:
-                        left.unlink()
+                _empty(draft)
                 return descriptor, held
             # The process that held the lock has renamed or removed the folder.
             held.release()
@@ -144,6 +136,14 @@ def _claim(draft: Path) -> tuple[int, locks.Lock]:
             if isinstance(error, locks.Taken):
                 raise BadEnvironment(_in_use(draft, error.owner)) from None
             raise
+
+
+def _empty(folder: Path) -> None:
+    for left in folder.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
 
 
 def _in_use(draft: Path, owner: str) -> str:

@@ -26,7 +26,7 @@ def run(words: list[str], *, as_json: bool) -> int:
     """Print the cause of the anomaly in a step of a run; return the exit code.
 
     Raises:
-        ConfigError: the run has no such step, or no checkpoint before it.
+        ConfigError: the run lacks the step, or a checkpoint before it.
     """
     usage = f"{program()} bisect runs/NAME STEP"
     if words and is_remote(words[0]):

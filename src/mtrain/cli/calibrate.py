@@ -135,7 +135,7 @@ def _one_format(runs: Sequence[RunConfig]) -> None:
 
 
 def _named(words: Sequence[str]) -> ClusterConfig:
-    """Return the cluster that words say, this machine's CPU without any."""
+    """Return the cluster that words name, or this machine's CPU without words."""
     return load(
         ["model=llama_tiny", "data=mock", *(words or ["cluster=cpu"])], environment={}, to_run=False
     ).run.cluster

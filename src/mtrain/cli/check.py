@@ -41,8 +41,8 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Validate the configuration that `argv` describes, and print the report; return the exit code.
 
     Raises:
-        ConfigError: there are errors, or what is to be gone on from is of another model or corpus.
-        CorruptData: what is to be gone on from is no committed checkpoint.
+        ConfigError: there are errors, or the checkpoint to continue is of another model or corpus.
+        CorruptData: the checkpoint to continue is not committed.
     """
     loaded = load(argv, to_run=False)
     if loaded.run.checkpoint.resume is not None:
@@ -63,7 +63,7 @@ def _fits(run: RunConfig, checkpoint: Path) -> None:
     data of the run.
 
     Raises:
-        CorruptData: the files are not what was written.
+        CorruptData: the files have changed since they were written.
         ConfigError: the checkpoint was trained on other `.bin/.idx` files, or with another
             tokenizer.
     """
@@ -101,73 +101,62 @@ def _device(run: RunConfig) -> str:
 
 def summary(loaded: Loaded) -> str:
     """Return the configuration that passed, in a few lines."""
+    run = loaded.run
+    c = run.cluster
+    t = run.trainer
+    dp = run.parallel.dp
+    micro = number_of(t.batch // (t.micro * dp), "micro-batch")
+    batch = f"{number_of(t.batch, 'sample')} = {micro} of {t.micro} on {number_of(dp, 'rank')}"
+    sizes = counted(stages(run), t.steps)
+    tokens = count(t.batch * run.data.length)
+    total = count(sum(number * size for number, size in sizes) * run.data.length)
+    machines = number_of(c.nodes, "machine")
+    lines = [
+        ("model", f"{run.model.name}, {_parameters(run)}, {run.precision.words}{_padding(run)}"),
+        ("layout", _layout(run)),
+        ("ranks", f"{run.parallel.ranks} on {c.name} ({c.device}, {machines})"),
+        ("batch", batch),
+    ]
+    if c.sm is not None:
+        lines.insert(3, ("device", _device(run)))
+    if len(stages(run)) > 1:
+        lines.append(("ramp", _ramp(sizes)))
+    steps = f"{t.steps} steps{length_in_words(loaded)}"
+    lines += [
+        ("tokens", f"{tokens} per step, {total} in {steps}"),
+        ("kernels", kernels.summary(run)),
+        ("data", f"{run.data.kind}, samples of {run.data.length} tokens{_spans(run)}"),
+    ]
+    bare = unwatched(run.data)
+    if bare:
+        lines.append(("", bare))
+    lines.append(("digest", run.digest()))
+    warnings = [problem.render() for problem in loaded.warnings]
+    return "\n".join([*warnings, "ok", *(visible(f"  {name:<7} {text}") for name, text in lines)])
+
+
+def _parameters(run: RunConfig) -> str:
     from mtrain.plan.count import adapter_parameters, parameters
 
-    run = loaded.run
     trained = sum(adapter_parameters(run))
     adapters = f" that are frozen, {run.peft.kind} adapters of {count(trained)}" if trained else ""
+    return f"{count(parameters(run.model))} parameters{adapters}"
+
+
+def _layout(run: RunConfig) -> str:
     p = run.parallel
-    t = run.trainer
-    dp = p.dp
-    formats = run.precision.words
-    axes = {
-        "tp": p.tp,
-        "pp": p.pp,
-        "vpp": p.vpp,
-        "cp": p.cp,
-        "ep": p.ep,
-        "etp": p.etp or p.tp,
-        "dp": dp,
-    }
-    shown = [
-        f"{k} {v}" for k, v in axes.items() if (v > 1 and k != "etp") or k in ("tp", "pp", "dp")
-    ]
+    degrees = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "cp": p.cp, "ep": p.ep, "dp": p.dp}
+    shown = [f"{k} {v}" for k, v in degrees.items() if v > 1 or k in ("tp", "pp", "dp")]
     if run.model.moe is not None and p.etp not in (None, p.tp):
         shown.append(f"etp {p.etp}")
     flags = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(p, name)]
-    micro = t.batch // (t.micro * dp)
-    tokens = t.batch * run.data.length
-    sizes = counted(stages(run), t.steps)
-    total = sum(number * size for number, size in sizes) * run.data.length
+    return ", ".join([*shown, *flags])
+
+
+def _ramp(sizes: Sequence[tuple[int, int]]) -> str:
+    """Describe the growth of the batch, given as numbers of steps with their sizes."""
     grown = ", ".join(f"{number} steps of {size}" for number, size in sizes[:4])
-    ramp = [("ramp", grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else ""))]
-    lines = [
-        (
-            "model",
-            (
-                f"{run.model.name}, {count(parameters(run.model))} parameters{adapters},"
-                f" {formats}{_padding(run)}"
-            ),
-        ),
-        ("layout", ", ".join([*shown, *flags])),
-        (
-            "ranks",
-            (
-                f"{p.ranks} on {run.cluster.name} ({run.cluster.device},"
-                f" {number_of(run.cluster.nodes, 'machine')})"
-            ),
-        ),
-        (
-            "batch",
-            (
-                f"{number_of(t.batch, 'sample')} = {number_of(micro, 'micro-batch')}"
-                f" of {t.micro} on {number_of(dp, 'rank')}"
-            ),
-        ),
-        *(ramp if len(stages(run)) > 1 else ()),
-        (
-            "tokens",
-            f"{count(tokens)} per step, {count(total)} in {t.steps} steps{length_in_words(loaded)}",
-        ),
-        ("kernels", kernels.summary(run)),
-        ("data", f"{run.data.kind}, samples of {run.data.length} tokens{_spans(run)}"),
-        *((("", bare),) if (bare := unwatched(run.data)) else ()),
-        ("digest", run.digest()),
-    ]
-    if run.cluster.sm is not None:
-        lines.insert(3, ("device", _device(run)))
-    warnings = [problem.render() for problem in loaded.warnings]
-    return "\n".join([*warnings, "ok", *(visible(f"  {name:<7} {text}") for name, text in lines)])
+    return grown + (f", ... {sizes[-1][0]} of {sizes[-1][1]}" if len(sizes) > 4 else "")
 
 
 def length_in_words(loaded: Loaded) -> str:

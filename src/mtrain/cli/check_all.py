@@ -1,6 +1,4 @@
-"""`check --all`: every model in every layout, number format and cluster that ships: which can
-launch, and the first reason why not.
-"""
+"""`check --all`: which shipped models, layouts, formats and clusters can launch together."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def validated(
 ) -> Iterator[Report]:
     """Yield the report of each combination, with the smallest batch that its layout can take.
 
-    What a model and a layout make of a number of machines is the same for every device and format:
+    A model and a layout on a number of machines are the same for every device and format:
     that is done once.
     """
     parts: dict[tuple[str, str], Any] = {
@@ -87,9 +85,7 @@ def validated(
 
 
 def part_of(axis: str, name: str) -> Any:
-    """Return the section of a choice; what is no layout but the name of a recipe is the layout of
-    that recipe.
-    """
+    """Return the section of a choice; the name of a recipe means its layout."""
     if (
         axis == "parallel"
         and name in recipe_names()
@@ -108,9 +104,7 @@ def _formats(
 
 
 def _smallest_batch(raw: UnresolvedRun, ranks: int, machine: Machine) -> RunConfig:
-    """Return the run, resolved, with a micro-batch of one for every stage and
-    data-parallel rank.
-    """
+    """Return the resolved run with a micro-batch of one for each stage and data-parallel rank."""
     p = raw.parallel
     # With fewer micro-batches than stages, some stages would never work.
     batch = max(1, ranks // p.model_ranks) * p.pp
@@ -143,7 +137,7 @@ def _first(run: RunConfig, *, of_formats: bool) -> Reason:
 
 @dataclass
 class _Shaped:
-    """A model in a layout on a number of machines, and what was found of it."""
+    """A model in a layout on a number of machines, and the verdict."""
 
     run: RunConfig
     plain: Reason | None = None
@@ -216,7 +210,7 @@ def run(argv: Sequence[str], *, as_json: bool = False) -> int:
 def shipped() -> dict[str, list[str]]:
     """Return the choices of each axis, without duplicates of another cluster or format.
 
-    Layouts are the files, and those that a shared recipe writes itself, under the recipe's name.
+    Layouts are the files, and, under a shared recipe's name, the layout that it writes itself.
 
     Raises:
         ConfigError: a recipe cannot be read.
@@ -263,9 +257,7 @@ def _asked(argv: Sequence[str]) -> tuple[dict[str, list[str]], UnresolvedRun]:
 
 
 def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
-    """Return how many combinations can launch, of each cluster, and how many cannot for each
-    reason, with one of them.
-    """
+    """Return how many combinations of each cluster launch, and how many fail for each reason."""
     lines = []
     for cluster in axes["cluster"]:
         of = [v for v in reports if v.cluster == cluster]
@@ -293,9 +285,7 @@ def summary(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
 
 
 def _table(reports: Sequence[Report], axes: dict[str, list[str]]) -> str:
-    """Return a row for each model and layout, a column for each cluster; a cell has the formats
-    that work, or the reason.
-    """
+    """Return a row for each model and layout; a cell has the formats that work, or the reason."""
     cells: dict[tuple[str, str, str], list[Report]] = {}
     for v in reports:
         cells.setdefault((v.model, v.parallel, v.cluster), []).append(v)

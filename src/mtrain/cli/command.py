@@ -1,6 +1,4 @@
-"""A verb of the command line: a click command with flags, words that click passes on unread, and a
-page of `--help`.
-"""
+"""A verb as a click command with flags, words that click leaves unread, and a page of `--help`."""
 
 from __future__ import annotations
 
@@ -131,7 +129,7 @@ class Paged(click.Command):
         return [p for p in self.params if isinstance(p, click.Option) and not p.hidden]
 
     def flags(self) -> list[str]:
-        """Return the flags that the page shows, each spelling as a word of its own."""
+        """Return the flags that the page shows, one word for each spelling."""
         return [flag for option in self.options() for flag in option.opts]
 
     def page(self) -> str:
@@ -225,7 +223,7 @@ class Verb(Paged):
         return {**context.params, "words": list(context.params["words"])}
 
     def _refuse(self, error: click.UsageError) -> Never:
-        # click words a usage error in its own way; ours have a code and a fix.
+        # click has its own words for usage errors; mtrain's have a code and a fix.
         flag = str(getattr(error, "option_name", ""))
         for param in self.params:
             if flag in param.opts:

@@ -1,6 +1,4 @@
-"""`compare`: the differences of two runs, and the first step whose numbers should be equal and are
-not.
-"""
+"""`compare`: the differences of two runs, and the first step whose numbers wrongly differ."""
 
 from __future__ import annotations
 

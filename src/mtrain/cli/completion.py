@@ -56,9 +56,7 @@ def answer(line: str) -> int:
 
 
 def candidates(line: str) -> list[str]:
-    """Return everything that the last word of `line` could become; its first word is the
-    program.
-    """
+    """Return all completions of the last word of `line`, whose first word is the program."""
     words = line.split()[1:]
     if line[-1:].isspace() or not words:
         words.append("")
@@ -154,7 +152,7 @@ def _explained(current: str) -> list[str]:
     if current[:2].upper() == "MT":
         from mtrain.config.messages.codes import codes
 
-        # A shell compares the case of a candidate with what was typed.
+        # A shell compares a candidate with the typed word by case.
         return [code if current[0] == "M" else code.lower() for code in codes()]
     if "." not in current:
         return [f"{group}{end}" for group in group_names() for end in ("", ".")]

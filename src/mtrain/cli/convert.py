@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtrain import strict_json
 from mtrain.api import load
@@ -31,6 +31,9 @@ from mtrain.recipes.huggingface.classifiers import as_classifier
 from mtrain.recipes.huggingface.exporter import config_json, same_model
 from mtrain.recipes.huggingface.importer import KINDS, as_text, import_config, kind_of, read_json
 from mtrain.units import bytes_, count
+
+if TYPE_CHECKING:
+    import numpy as np
 
 USAGE = f"{program()} convert import HF_DIR RUN | export RUN HF_DIR | inspect PATH | verify A B"
 TOKENS = 64
@@ -85,7 +88,7 @@ def import_(argv: list[str]) -> int:
         begun = run.peft.model_copy(update={"init_from": None})
         (draft / RUN_FILE).write_text(run_yaml(run.model_copy(update={"peft": begun})))
         kind, checkpoint, record, folder = import_model(run, source, draft)
-        # theirs has no adapters
+        # transformers' has no adapters
         if run.model.head and SCORE not in folder.tensors:
             found = {"left_out": f"the folder has no {SCORE}, and the value head is new"}
         else:
@@ -202,9 +205,7 @@ def _export_adapters(weights: Any, kind: str, out: Path, version: str, home: Pat
 
 
 def inspect(argv: list[str], *, as_json: bool) -> int:
-    """Run `inspect PATH`: print names, shapes, formats and totals of a folder, a checkpoint or a
-    file; read no weight.
-    """
+    """Run `inspect PATH`: print names, shapes, formats and totals without reading a weight."""
     (path,) = given_paths(argv, 1, "inspect PATH")
     from mtrain.convert.inspect import held, totals
 
@@ -253,8 +254,8 @@ def verify(argv: list[str], *, as_json: bool) -> int:
 
 
 def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
-    """Return the resolved run that a `config.json` is with overrides; and what was left out or
-    found out, in lines.
+    """Return the resolved run that a `config.json` is with overrides; and lines on omissions and
+    findings.
 
     Raises:
         ConfigError: see `configuration`; or a rule is broken.
@@ -274,9 +275,7 @@ def _run_of(config: Path, extra: list[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _config_of(run: RunConfig, home: Path, kind: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the `config.json` of an export: the one that came with the weights, if the model is
-    still the same.
-    """
+    """Return the `config.json` of an export: the imported one if the model did not change."""
     from mtrain.convert.huggingface.model import KEPT
 
     # The file that came with the weights may have keys that mtrain does not know.
@@ -344,18 +343,14 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
     from mtrain.launching import local
     from mtrain.launching.child_process import ChildProcess
 
-    # In fp32, with room for three copies of the weights; half of the memory is left to others.
+    # In fp32, with room for three copies of the weights; half of the memory stays free for others.
     need = 3 * 4 * parameters(run.model)
-    here = Machine.here().memory_bytes
+    room = Machine.here().memory_bytes // 2
     if not hf_reference.is_installed():
         return {"left_out": "transformers is not installed"}
-    if need > here // 2:
-        return {
-            "left_out": (
-                f"it needs about {bytes_(need)}, and half of this machine's memory is"
-                f" {bytes_(here // 2)}"
-            )
-        }
+    if need > room:
+        half = f"half of this machine's memory is {bytes_(room)}"
+        return {"left_out": f"it needs about {bytes_(need)}, and {half}"}
     tokens = min(TOKENS, run.model.max_position_embeddings)
     ids = [int(i) for i in np.random.default_rng(0).integers(0, run.model.vocab_size, tokens)]
     words = [
@@ -366,21 +361,30 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
         "kernels=reference",
         "data.seq_length=null",
     ]
+    plain = _plain(run, words)
     with scratch_folder() as scratch:
-        (scratch / RUN_FILE).write_text(run_yaml(_plain(run, words)))
+        (scratch / RUN_FILE).write_text(run_yaml(plain))
         ours = scratch / "ours"
-        other = scratch / "theirs"
-        local.logits(_plain(run, words), checkpoint, ids, ours)
+        theirs = scratch / "theirs"
+        local.logits(plain, checkpoint, ids, ours)
+        name = "logits of transformers"
         try:
-            ChildProcess(
-                "logits of transformers", run, folder=str(folder), ids=ids, out=str(other)
-            ).result()
+            ChildProcess(name, run, folder=str(folder), ids=ids, out=str(theirs)).result()
         except MtrainError as error:
             return {"left_out": f"transformers did not load the folder: {str(error)[:200]}"}
-        a = np.fromfile(ours, np.float32)
-        b = np.fromfile(other, np.float32)
-    apart = float(np.abs(a - b).max())
-    largest = float(np.abs(b).max())
+        features = 1 if run.model.head else run.model.vocab_size
+        logits = (np.fromfile(path, np.float32).reshape(-1, features) for path in (ours, theirs))
+        return _distance(*logits)
+
+
+def _distance(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
+    """Return the distance of logits [tokens, features].
+
+    Raises:
+        CorruptData: it is more than rounding.
+    """
+    apart = float(abs(ours - theirs).max())
+    largest = float(abs(theirs).max())
     # Written this way round, because a comparison with NaN is false.
     if not apart <= MOST_APART * largest:
         raise CorruptData(
@@ -388,8 +392,7 @@ def _logits(run: RunConfig, checkpoint: Path, folder: Path) -> dict[str, Any]:
             f" {largest:.3g}: the weights do not mean the same on both sides, and nothing was"
             " written"
         )
-    tokens = len(b) // (1 if run.model.head else run.model.vocab_size)
-    return {"tokens": tokens, "largest_error": apart, "largest_logit": largest}
+    return {"tokens": len(theirs), "largest_error": apart, "largest_logit": largest}
 
 
 def _plain(run: RunConfig, words: list[str]) -> RunConfig:
@@ -425,9 +428,7 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def _weights_at(path: Path, copies: dict[str, str]) -> Any:
-    """Return the weights of a folder or of a run; adds what such a folder may hold twice to
-    `copies`.
-    """
+    """Return the weights of a folder or run; add its possible duplicates to `copies`."""
     from mtrain.convert.boxes import model_boxes
     from mtrain.convert.checkpoint_reader import CheckpointReader
     from mtrain.convert.compare import CheckpointWeights

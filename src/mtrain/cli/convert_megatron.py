@@ -27,9 +27,7 @@ _SAY_A_MODEL = ("model", "recipe", "run")
 
 
 def import_megatron(argv: list[str]) -> int:
-    """Run `import --megatron DIR RUN [overrides]`: make a run folder whose checkpoint of step 0 has
-    the weights.
-    """
+    """Run `import --megatron DIR RUN [overrides]`: make a run folder with the weights at step 0."""
     source, out, extra = source_and_new(argv, IMPORT)
     from mtrain.convert import certificate
     from mtrain.convert.megatron.arguments import COMMON, kept_in, read_arguments
@@ -72,7 +70,7 @@ def import_megatron(argv: list[str]) -> int:
 
 
 def _apart(one: Difference, file: Path, without: str) -> Problem:
-    """Return the problem of an argument that says another model."""
+    """Return the problem of an argument that contradicts the model."""
     rule = f"{file} says that the weights were trained with {one.name} {one.there}"
     if not one.key:
         return Problem(
@@ -94,9 +92,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def export_megatron(argv: list[str]) -> int:
-    """Run `export --megatron RUN DIR [dtype=D] [layers=stacked|apart]`: write a folder that
-    Megatron-LM loads.
-    """
+    """Run `export --megatron RUN DIR [dtype=D] [layers=stacked|apart]` for Megatron-LM to load."""
     usage = f"{program()} convert {EXPORT} [dtype=bf16] [layers=apart]"
     target, rest = target_of(argv, "convert export", usage)
     paths = [word for word in rest if "=" not in word]
@@ -134,9 +130,7 @@ def export_megatron(argv: list[str]) -> int:
 
 
 def _require_names(run: RunConfig) -> None:
-    """Raise ConfigError where megatron-core's checkpoints call the weights of the run's family
-    otherwise.
-    """
+    """Raise ConfigError if megatron-core's checkpoints name the family's weights differently."""
     if run.model.head:
         rule = "cannot be converted because Megatron-LM's models have no value head"
         fix = f"{program()} convert export RUN HF_DIR"

@@ -1,6 +1,4 @@
-"""`evaluate RUN`: how well a checkpoint predicts text, or answers the tasks of
-lm-evaluation-harness.
-"""
+"""`evaluate RUN`: the losses of a checkpoint, or its results on lm-evaluation-harness."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from mtrain.cli.command import WIDTH
 from mtrain.cli.output import refusal, say_json
 from mtrain.config.compose.composer import Composed
 from mtrain.config.compose.dump import spell
+from mtrain.config.compose.interpolate import at
 from mtrain.config.compose.paths import choices_of_group, find_config, group_names, program
 from mtrain.config.engine.capabilities import of_key, where_it_is
 from mtrain.config.engine.core_fields import feeds
@@ -58,7 +59,7 @@ def run(words: list[str], *, as_json: bool) -> int:
     """Explain the first word, for the configuration that the others describe; return the exit code.
 
     Raises:
-        ConfigError: there is no such key and no such code, or the overrides are refused.
+        ConfigError: neither a key nor a code has this name, or the overrides are refused.
     """
     if not words:
         say_page(
@@ -83,7 +84,7 @@ def choices(words: list[str], *, as_json: bool) -> int:
     """Print the choices of the named groups, or of all, with the comments of their files.
 
     Raises:
-        ConfigError: there is no such group.
+        ConfigError: the group does not exist.
     """
     known = [*dict.fromkeys((*GROUPS, *group_names()))]
     for word in words:
@@ -247,17 +248,13 @@ def _key(path: str, composed: Composed) -> dict[str, Any]:
 
 
 def _decided(path: str, made_from: Mapping[str, frozenset[str]]) -> list[str]:
-    """Return the keys that nobody set, that were filled in by looking at this one, and that change
-    a number.
-    """
+    """Return the unset keys that were derived from this one and change a number."""
     followers = [key for key, reads in made_from.items() if key != path and touches(reads, [path])]
     return [key for key in followers if effect_of(key) is not Effect.RUNTIME]
 
 
 def _changes(path: str, decided: Sequence[str]) -> str:
-    """Say what changing a key changes, and what it changes by the keys that it decides where that
-    is graver.
-    """
+    """Describe the effect of a key, and a graver one through keys that it decides."""
     own = effect_of(path)
     gravest = list(Effect).index
     through = min(map(effect_of, decided), key=gravest, default=own)
@@ -282,7 +279,7 @@ def _fed(path: str, run: RunConfig) -> list[str]:
 def _chain(
     path: str, composed: Composed, resolved: RunConfig, why: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return who set a key, from the lowest precedence to the one that holds."""
+    """Return the origins of a key, lowest precedence first; the last one holds."""
     out = [{"source": DEFAULT, "value": default_of(path)}]
     for setting in composed.history:
         if setting.path == path:
@@ -302,18 +299,13 @@ def _chain(
     return out
 
 
-def _inside(value: Any, path: str) -> str:
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return ABSENT
-        value = value[name]
-    return spell(value)
+def _inside(values: Any, path: str) -> str:
+    value = at(values, path, ABSENT)
+    return ABSENT if value is ABSENT else spell(value)
 
 
 def _with_section(run: RunConfig, path: str) -> RunConfig:
-    """Return the run with the section of a key in place, so that what reads the key can
-    be watched.
-    """
+    """Return the run with the section of a key in place, so that reads can be watched."""
     for part in ("model.moe", "model.mla"):
         name = part.partition(".")[2]
         if path.startswith(f"{part}.") and getattr(run.model, name) is None:

@@ -67,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Redirect standard output to nowhere: the interpreter would write the rest at exit, and fail
-    again.
-    """
+    """Redirect standard output to nowhere: the interpreter would write the rest at exit."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -161,9 +159,7 @@ def _open_closed_streams() -> None:
 
 
 def _say(text: str) -> None:
-    """Print on stderr; of the processes that a launcher such as torchrun started, only the first
-    one does.
-    """
+    """Print on stderr, from the first of the processes that another launcher started."""
     if _speaks():
         with suppress(OSError):
             say_page(text, error=True)
@@ -367,7 +363,7 @@ def _subverb(group: Subverbs, words: Sequence[str]) -> tuple[str, Verb, list[str
     """Return the whole name of the subverb in `words`, its command, and the other words.
 
     Raises:
-        ConfigError: there is no such subverb.
+        ConfigError: the subverb does not exist.
         click.exceptions.Exit: there is no subverb, so the page of the verb was printed.
     """
     place = next((place for place, word in enumerate(words) if _is_bare(word)), None)
@@ -422,7 +418,8 @@ def _flag_problems(name: str, command: Verb, words: list[str]) -> list[Problem]:
         if _is_known(word):
             problems.append(_flag_of_another(name, word, following))
             continue
-        # A flag of another system may have no value, and the next word may be a setting of ours.
+        # A flag of another system may have no value, and the next word may be one of mtrain's
+        # settings.
         value = following if "=" not in following and not following.startswith("--") else ""
         setting = _setting_of(word, value)
         if setting and value:

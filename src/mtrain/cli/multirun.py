@@ -1,6 +1,4 @@
-"""`-m`: one run, or one validation, for each combination of the values that a command line gives
-for a key.
-"""
+"""`-m`: one run, or one validation, for each combination of the values on a command line."""
 
 from __future__ import annotations
 
@@ -176,9 +174,7 @@ class _Sweep:
 
 
 def _command(argv: Sequence[str], fresh: bool) -> int:
-    """Run a command in a forked process, as if it had been started by itself; return
-    its exit code.
-    """
+    """Run a command in a forked process as if it were started by itself; return its exit code."""
     # a terminal's Ctrl-C reaches the run as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if fresh:
@@ -190,9 +186,7 @@ def _command(argv: Sequence[str], fresh: bool) -> int:
 
 
 def _composed(words: Sequence[str]) -> RunConfig | None:
-    """Return the configuration of a run, resolved on this machine; None for one that is refused
-    when it is started.
-    """
+    """Return a run's configuration, resolved here; None if it is refused when it starts."""
     try:
         machine = Machine.here()
         return resolve(settled(checkpoints.composed(words), machine, None)[0].run, machine)
@@ -216,7 +210,7 @@ def _file(folder: Path, wanted: Sequence[Job], names: Sequence[str]) -> Path:
 
 
 def _write(file: Path, table: str) -> None:
-    """Write what is known so far; a sweep goes on where that cannot be written."""
+    """Write the results so far; a sweep goes on where that cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{table}\n", encoding="utf-8")

@@ -87,9 +87,7 @@ def texts(text: str) -> list[str]:
 
 
 def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
-    """Return the known word that a name misspells, translates or contains: `max_new_tokens` is
-    `tokens`.
-    """
+    """Return the known word that a name misspells, translates or contains."""
     parts = name.lower().replace("-", "_").split("_")
     near = [word for word, facts in known.items() if name.lower() in facts.aka]
     near = near or get_close_matches(name.lower(), known, n=1, cutoff=0.8)
@@ -97,9 +95,7 @@ def _meant(name: str, known: Mapping[str, Word]) -> list[str]:
 
 
 def _as_meant(name: str, value: str, word: Word) -> str:
-    """Return the word with the number that its value abbreviates, as 10k does 10000; empty: no
-    number.
-    """
+    """Return the word with the number that its value abbreviates (10k: 10000); else empty."""
     for reading in chain.from_iterable(readings(name, value)):
         if isinstance(reading, (int, float)) and not isinstance(reading, bool):
             with suppress(ValueError, KeyError):

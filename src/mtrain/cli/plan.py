@@ -241,9 +241,7 @@ def _memory(memory: dict[str, Any]) -> list[str]:
 
 
 def _recomputation(memory: dict[str, Any]) -> list[str]:
-    """Return what each way to recompute frees and costs, after an empty line; nothing where the
-    time of a step is not known.
-    """
+    """Return each way's freed memory and cost after an empty line; nothing without times."""
     ways = memory["recompute"]
     if len(ways) < 2:
         return []
@@ -265,7 +263,7 @@ def _recomputation(memory: dict[str, Any]) -> list[str]:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Return numbers in words, those that come more than twice in a row as `4x19`."""
+    """Return numbers in words, three or more equal ones in a row as `4x19`."""
     words: list[str] = []
     for number, group in groupby(numbers):
         times = len(list(group))
@@ -324,7 +322,7 @@ def compare_run(folder: str, argv: Sequence[str], *, as_json: bool) -> int:
         CorruptData: a file of the run cannot be read.
     """
     home = Path(expanduser(folder))
-    # Settings would describe another run than the one that was measured.
+    # Settings would describe another run than the measured one.
     if argv:
         rule = f"--compare: a run is what it was; {argv[0]} changes nothing in it"
         raise refusal(rule, f"{program()} plan --compare {folder}")

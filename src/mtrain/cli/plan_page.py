@@ -52,9 +52,7 @@ Box = tuple[float, float, float, float]
 
 
 def page_of(found: Mapping[str, Any], stages: Sequence[StageMemory], line: Timeline | None) -> str:
-    """Return the page of a report, with its pictures; without `line` those over time
-    are left out.
-    """
+    """Return the page of a report; without `line`, pictures over time are left out."""
     body = [f"<h1>{text_of(found['model'])}</h1><p>{text_of(headline(found))}</p>", _cards(found)]
     body += _memory(found)
     if line is not None:
@@ -317,7 +315,7 @@ def _block(svg: Svg, line: Timeline, block: Block, box: Box, gap: float) -> None
 
 
 def _time(found: Mapping[str, Any]) -> list[str]:
-    """Return a bar of the time of a step by part, where there is one."""
+    """Return a bar of a step's time by part, if it is known."""
     time = found["time"]
     if time["step_s"] is None:
         return ["<h2>Time of a step</h2>", f"<p>It is {text_of(no_time(time))}.</p>"]
@@ -341,7 +339,7 @@ def _time(found: Mapping[str, Any]) -> list[str]:
 
 
 def _recomputation(ways: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a table of what each way to recompute frees and costs, where the time is known."""
+    """Return a table of the memory and time of each way to recompute, if times are known."""
     if len(ways) < 2:
         return []
     head = ("recomputed", "peak", "frees", "step", "adds", "of which a GiB costs")
@@ -385,16 +383,12 @@ def grid_of(stages: Sequence[StageMemory]) -> list[str]:
 
 
 def _in_a_copy(grid: RankGrid, at: Mapping[str, int]) -> bool:
-    """Return whether a rank is of the first whole copy: experts lie on ranks of several
-    data-parallel indices.
-    """
+    """Return whether a rank belongs to the first whole copy, experts included."""
     return at["dp"] == 0 or (grid.sizes["ep"] > 1 and at["edp"] == 0)
 
 
 def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int) -> float:
-    """Draw machines of a kind below the picture so far, the devices of each in rows of `columns`;
-    return where they end.
-    """
+    """Draw machines of a kind below the picture, devices in rows of `columns`; return the end."""
     y = svg.height
     per_row = max(1, PAGE // (SIDE * columns + GAP))
     high = SIDE * -(-devices // columns) + 6

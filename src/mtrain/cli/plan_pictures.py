@@ -1,6 +1,4 @@
-"""The pictures of `plan --draw` on a terminal: memory by stage, the pipeline's schedule, time by
-part, machines.
-"""
+"""The pictures of `plan --draw` on a terminal: memory, schedule, time and machines."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from mtrain.plan.report import alike
 from mtrain.plan.timeline import Timeline
 from mtrain.units import bytes_
 
-# Cells of a bar at most and at least, and those that its label takes.
+# Most and fewest cells of a bar, and the cells of its label.
 WIDTH = 88
 LEAST = 24
 BESIDE = 30
@@ -86,9 +84,7 @@ def _memory(found: Mapping[str, Any]) -> Iterator[Styled]:
 
 
 def _schedule(line: Timeline) -> Iterator[Styled]:
-    """Yield a row for each stage; digits are forwards, letters backwards of the micro-batch of that
-    number.
-    """
+    """Yield a row for each stage; digits are forwards, letters backwards of their micro-batch."""
     drawn = "all micro-batches"
     if line.cut is not None:
         drawn = (

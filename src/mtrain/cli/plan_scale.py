@@ -43,7 +43,7 @@ class Asked:
     devices: int
     composed: Composed
     differs: str
-    """The values of what is swept."""
+    """The swept values."""
     batch: int | None
     """Global batch size, if the sweep varies it; None: it follows from the first configuration."""
 
@@ -116,9 +116,7 @@ def _counts(text: str | None, others: Sequence[str]) -> tuple[list[int], list[Pr
 
 
 def _dots(parts: Sequence[str], place: int, counts: list[int]) -> list[Problem]:
-    """Fill in the numbers for which `...` stands: the two before it go on by their ratio, up to
-    the one behind.
-    """
+    """Fill in the numbers for `...`, which continue the ratio of the two before it."""
     rule = (
         f"{SCALE}: {DOTS} stands between two numbers, the second a multiple of the first, and the"
         " last"
@@ -147,8 +145,8 @@ def _rejected(arguments: Sequence[str]) -> list[Problem]:
 def _zipped(
     arguments: Sequence[str], counts: Sequence[int]
 ) -> tuple[list[list[Any]], list[Problem]]:
-    """Return the words of each device count with those that are swept, and a problem for each key
-    with more or fewer values than counts.
+    """Return the words of each device count, and a problem for each key with more or fewer values
+    than counts.
     """
     problems = list[Problem]()
     columns = list[tuple[list[str], bool]]()

@@ -73,7 +73,7 @@ def _request(keys: Mapping[str, str]) -> dict[str, Any]:
     """Return the request that the words describe.
 
     Raises:
-        ConfigError: a value is no such number or name.
+        ConfigError: a value is not an allowed number or name.
     """
     steps = keys.get("steps", "1")
     if not steps.isdigit() or not 1 <= int(steps) <= MOST_STEPS:
@@ -158,7 +158,7 @@ def _found(home: Path, step: str | None) -> Path:
     """Return the folder of a profile, by default the last whole one.
 
     Raises:
-        ConfigError: there is no such profile.
+        ConfigError: the profile does not exist.
     """
     whole = [(folder, facts) for folder, facts in _profiles(home) if _is_whole(folder, facts)]
     found = [folder for folder, facts in whole if step in (None, str(facts["first"]))]

@@ -1,6 +1,4 @@
-"""`rehearse`: the layout of a run on this machine, from the first step over a checkpoint to a
-resumed end.
-"""
+"""`rehearse`: the layout of a run on this machine, including a save and a resume."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ SAVED = 3
 
 
 def run(words: list[str]) -> int:
-    """Train what `words` describe, shrunk; save, resume, and compare the two ends; returns the exit
-    code.
-    """
+    """Train what `words` describe, shrunk; save, resume, compare the ends; return the exit code."""
     loaded = load(words)
     say_replaced(loaded)
     full = loaded.run
@@ -103,9 +99,7 @@ def _in(run: RunConfig, folder: Path, name: str, **checkpoint: Any) -> RunConfig
 
 
 def _ends(root: Path) -> dict[str, str]:
-    """Return hashes of everything that ranks saved after the last step: weights, optimizer state,
-    random generators.
-    """
+    """Return hashes of everything saved after the last step, by rank."""
     manifest = ckpt_folder.read_manifest(root / ckpt_folder.folder_name(STEPS), verify=True)
     return {
         name: facts["header_sha256"]

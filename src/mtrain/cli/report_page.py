@@ -86,7 +86,7 @@ LOGARITHMIC = ("Gradient norm",)
 
 
 def page_of(record: Record, *, tune: bool = False) -> str:
-    """Return the page; a part that the folder has no numbers for is left out."""
+    """Return the page; parts without numbers in the folder are omitted."""
     story = tell(record)
     life = _life(record)
     compared = _compared(record)
@@ -120,9 +120,7 @@ def page_of(record: Record, *, tune: bool = False) -> str:
 
 
 def _from(files: str, made: Iterable[str]) -> Iterator[str]:
-    """Yield parts of the page within an element that names the files of the folder which their
-    numbers come from; nothing if there are no parts.
-    """
+    """Yield parts of the page in an element that names the files of their numbers."""
     parts = list(made)
     if parts:
         yield f'<div data-from="{files}">'

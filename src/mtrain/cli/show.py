@@ -1,6 +1,4 @@
-"""`show`: the resolved configuration, each key with who set it, or the bare file that `run=FILE`
-reads.
-"""
+"""`show`: the resolved configuration with the origin of each key, or a file for `run=FILE`."""
 
 from __future__ import annotations
 

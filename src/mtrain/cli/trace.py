@@ -23,7 +23,7 @@ MOST_LINES = 16
 def run(argv: Sequence[str], *, as_json: bool = False) -> int:
     """Trace the configuration that `argv` describes; return the exit code.
 
-    `rank=R` says which rank, the first otherwise.
+    `rank=R` chooses the rank, by default the first.
 
     Raises:
         ConfigError: the configuration has errors, its layout has no such rank, or it cannot be
@@ -115,7 +115,8 @@ def page(found: dict[str, Any]) -> list[str]:
         *_timeline(found, unit),
         "",
         *_operations(found),
-        *_notes(found),
+        "",
+        *(f"note: {note}" for note in found["notes"]),
     ]
 
 
@@ -207,7 +208,3 @@ def _operations(found: dict[str, Any]) -> list[str]:
             ]
         )
     return ["operations with the most FLOPs", *table(rows, left=4)]
-
-
-def _notes(found: dict[str, Any]) -> list[str]:
-    return ["", *(f"note: {note}" for note in found["notes"])]

@@ -68,7 +68,7 @@ def resume(words: list[str], *, restarts: str | None, inject: str | None, debug:
 
     usage = f"{program()} resume runs/<name> [overrides]"
     target, overrides = target_of([*words, *_restarting(restarts)], "resume", usage)
-    # The run of an address gets a folder of its own.
+    # The run of an address gets its own folder.
     place = Path(words[0]) if not is_remote(words[0]) else words[0]
     given = [f"run={run_file(target)}", f"checkpoint.resume={quoted(place)}"]
     words = [*given, *beneath(relaid(target, overrides), overrides)]
@@ -188,9 +188,7 @@ def _as_worker(argv: list[str], place: Launched, debug: bool) -> int:
 
 
 def _machine(place: Launched) -> Machine:
-    """Return this machine with the devices of all tasks on it, where a scheduler shows each task
-    only its own.
-    """
+    """Return this machine with the devices of all tasks, of which each may see only its own."""
     machine = Machine.here()
     if place.launcher != "torchrun" and machine.gpus == 1 and place.local_size > 1:
         return replace(machine, gpus=place.local_size)

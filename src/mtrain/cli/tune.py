@@ -230,9 +230,7 @@ def page(found: Found, task: Task, words: Sequence[str]) -> Iterator[str]:
 
 
 def within(layout: Layout, first: Layout, accuracy: Accuracy | None) -> bool:
-    """Return whether the model of time does not tell a layout from the first: it is mostly off by
-    more.
-    """
+    """Return whether predicted times of a layout and the first differ by less than the error."""
     return accuracy is not None and layout.seconds / first.seconds - 1 <= accuracy.median
 
 
@@ -251,17 +249,16 @@ def _rate(tokens: float) -> str:
 
 
 def overrides(layout: Layout, task: Task, words: Sequence[str]) -> str:
-    """Return a layout as a user types it behind what is left of `words`, whatever a recipe among
-    them says of layouts.
-    """
-    told = _told(layout, task, _composed(words, PLAINEST))
+    """Return a layout as a user types it after `words` without their layout."""
+    before = _composed(words, PLAINEST)
+    told = {**_chosen(layout), **_other(layout, task, before)}
     return " ".join(
         [f"parallel={PLAINEST}", *(override(key, plain(value)) for key, value in told.items())]
     )
 
 
 def left_of(words: Sequence[str]) -> list[str]:
-    """Return `words` without those that set a layout."""
+    """Return `words` without settings of a layout."""
     return [
         word for word in words if word.partition("=")[0].lstrip("+~") not in {"parallel", *KEYS}
     ]
@@ -279,13 +276,6 @@ def _composed(words: Sequence[str], choice: str) -> UnresolvedRun:
         raise ConfigError(error.problems) from None
 
 
-def _told(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
-    """Return the keys that say it: those of a layout, but for what follows from others, and what
-    `before` says otherwise.
-    """
-    return {**_chosen(layout), **_other(layout, task, before)}
-
-
 def _chosen(layout: Layout) -> dict[str, Any]:
     """Return the chosen keys, without derived ones and without defaults."""
     # Overlap follows from the sharding of the state when nobody sets it.
@@ -295,9 +285,7 @@ def _chosen(layout: Layout) -> dict[str, Any]:
 
 
 def _other(layout: Layout, task: Task, before: UnresolvedRun) -> dict[str, Any]:
-    """Return keys of the layout that `before` has otherwise; what it leaves open follows from
-    others as it did here.
-    """
+    """Return the keys of the layout whose values in `before` differ."""
     wanted = changed(task.raw, layout.change)
     found = dict[str, Any]()
     parallel = type(wanted.parallel).model_fields.keys() - {"recompute", "ranks"}
@@ -375,8 +363,7 @@ class Mine:
     layout: Layout | None = None
     """None where a rule is broken."""
     completed: Layout | None = None
-    """The fastest fitting layout of the same degrees; None: it does not exist, or is `layout`.
-    """
+    """The fastest fitting layout of the same degrees; None: it does not exist, or is `layout`."""
 
     @property
     def fits(self) -> bool:

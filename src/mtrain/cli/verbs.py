@@ -1,6 +1,4 @@
-"""The verbs. To add one, add `pages/NAME.yaml` with its flags and page, its function, and its name
-here.
-"""
+"""The verbs. To add one, add `pages/NAME.yaml` with its flags, its function, and its name here."""
 
 from __future__ import annotations
 

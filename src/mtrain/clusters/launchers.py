@@ -39,12 +39,9 @@ class Launcher:
     suffix: str = ".sh"
     """Ending of that file."""
     commands: Callable[[LaunchConfig], Sequence[Command]] = lambda launch: ()
-    """Returns the scheduler's own commands of a submission, in order; none: there is no scheduler.
-    """
+    """Returns the scheduler's own commands of a submission, in order; none without one."""
     refusals: tuple[tuple[str, str, str], ...] = ()
-    """Parts of the scheduler's messages, in lower case, each with the key that it refuses and a
-    remedy.
-    """
+    """Parts of the scheduler's messages, in lower case, with the refused key and a remedy."""
 
 
 def _slurm(launch: LaunchConfig) -> list[Command]:

@@ -93,7 +93,7 @@ class FamilyConfig:
 
 @cache
 def packages() -> Mapping[str, str]:
-    """Return the package of each family: those that ship, then those of plug-ins."""
+    """Return the package of each family: the shipped ones, then those of plug-ins."""
     folder = Path(__file__).parents[1] / "models"
     shipped = sorted(
         (file.parent.name for file in folder.glob("*/config.py")),

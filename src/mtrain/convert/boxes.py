@@ -30,7 +30,7 @@ _COUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Box:
-    """The place of a whole tensor of ours: a box of one tensor of a checkpoint."""
+    """The place of a whole tensor of mtrain's: a box of one tensor of a checkpoint."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -195,9 +195,7 @@ def _place(model: ModelConfig, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _numbered(model: ModelConfig, name: str) -> bool:
-    """Return whether layers are counted in the name of a weight: those of MTP, and of a decoder
-    whose layers differ.
-    """
+    """Return whether a weight's name counts layers: in MTP, and where layers differ."""
     differ = model.moe is not None or model.linear_attention is not None or model.hybrid is not None
     return name.startswith("mtp.") or (differ and name.startswith("decoder."))
 

@@ -1,6 +1,4 @@
-"""The tensors of a checkpoint of ours as words, read without torch; what is read is compared with
-its hash.
-"""
+"""The tensors of our checkpoint as words, read without torch and compared with their hashes."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class CheckpointReader:
         return cls(path, read_manifest(path, verify=False))
 
     def key(self, key: str, *, main: bool = False) -> str:
-        """Return the name of a weight among its tensors; with `main`, of its main weights where it
-        has them.
-        """
+        """Return a weight's name among its tensors; with `main`, of its main weights if any."""
         tensors = self.manifest["tensors"]
         return f"{MAIN}{key}" if main and f"{MAIN}{key}" in tensors else f"{MODEL}{key}"
 
@@ -69,8 +65,7 @@ class CheckpointReader:
         piece; else an empty text.
 
         Raises:
-            CorruptData: there is no such tensor, or it has another shape, or its pieces are not as
-                they were written.
+            CorruptData: the tensor is missing, has another shape, or its pieces have changed.
         """
         entry = self.manifest["tensors"].get(name)
         if entry is None or tuple(entry["shape"]) != box.global_shape:
@@ -102,7 +97,7 @@ class CheckpointReader:
         shard = self._files[piece["file"]]
         held = shard.entry(piece["entry"])
         width = BYTES.get(held.dtype, 0)
-        # the shard may not be the one that the manifest describes
+        # the shard may differ from the manifest's description
         if not width or not start <= stop <= prod(held.shape):
             raise CorruptData(f"{shard.name}: {piece['entry']} is {held.dtype} {list(held.shape)}")
         # only the blocks that hold these elements are read and hashed

@@ -141,10 +141,10 @@ class Weights:
         return sum(prod(self.ours[name].shape) for name in step.ours) * BYTES[self.dtype_of(step)]
 
     def of_step(self, step: Step, record: Record | None) -> Iterator[tuple[str, Exported]]:
-        """Yield the tensors of theirs that a step makes; `record` gets their sources.
+        """Yield the target's tensors that a step makes; `record` gets their sources.
 
         Raises:
-            CorruptData: the checkpoint cannot be read, or is not what was written.
+            CorruptData: the checkpoint cannot be read, or its hashes differ.
         """
         given = [self._own(name, record) for name in step.ours]
         words = [one.words for one in given]
@@ -164,7 +164,7 @@ class Weights:
             yield name, Exported(np.ascontiguousarray(converted(one, dtype, wanted)), wanted, same)
 
     def _own(self, name: str, record: Record | None) -> Exported:
-        """Return a whole tensor of ours, with its adapter."""
+        """Return a whole tensor of the checkpoint, its adapter added."""
         found = self._read(name, self.ours[name], record)
         adapter = self.adapter_of(name, record)
         if adapter is None:
@@ -193,15 +193,13 @@ class Weights:
     def _wanted(self, step: Step) -> str | None:
         """Return the requested format of a step's results, or None to keep the checkpoint's.
 
-        The biases that balance routers keep theirs, as rounding would change the choice of experts.
+        Biases that balance routers keep their format: rounding would change the choice of experts.
         """
         return None if step.ours[0].endswith("expert_bias") else self.dtype
 
 
 def export_weights(weights: Weights, out: Path) -> Record:
-    """Write the safetensors files, and their index where there are several, into the
-    folder `out`.
-    """
+    """Write the safetensors files, and an index of several, into the folder `out`."""
     record = Record(copies=weights.found.copies)
     step_of = {name: step for step in weights.found.steps for name in step.theirs}
     todo = [(step, step.theirs, step.theirs) for step in weights.found.steps]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FILE_BYTES = 4 << 30
 Adapters = tuple[Mapping[str, Box], Mapping[str, "torch.Tensor"]]
-"""Tensors of ours that no table has, and what they hold, by name."""
+"""Tensors of mtrain that no table has, with their content, by name."""
 
 
 class Source(NamedWeights, Protocol):
@@ -49,7 +49,7 @@ class Source(NamedWeights, Protocol):
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor of ours that was written."""
+    """A tensor of the new checkpoint."""
 
     file: str
     dtype: str
@@ -69,7 +69,7 @@ class _Files:
     made: dict[str, _Made] = field(default_factory=dict)
 
     def write(self, steps: Sequence[Step]) -> dict[str, _Made]:
-        """Write what the steps make.
+        """Write the tensors that the steps make.
 
         Raises:
             CorruptData: a tensor cannot be read, or does not have the shape that its step needs.
@@ -100,15 +100,13 @@ class _Files:
         return sum(map(self.source.nbytes, step.theirs))
 
     def _most(self, step: Step, name: str) -> int:
-        """Return the most bytes of a tensor of ours, which may have more rows than theirs."""
+        """Return the most bytes of a tensor to write; it may have more rows than its source."""
         return max(
             self._nbytes(step), prod(self.ours[name].size) * BYTES[_dtype(self.source, step)]
         )
 
     def _of_step(self, step: Step) -> list[tuple[RawArray, str, str, str]]:
-        """Return what a step makes, each with its number format, its hash and the hashes of its
-        blocks.
-        """
+        """Return the results of a step, each with its format, hash and hashes of blocks."""
         dtype = _dtype(self.source, step)
         given = [self.source.tensor(name) for name in step.theirs]
         try:
@@ -171,7 +169,7 @@ def _written(
 ) -> tuple[dict[str, Any], Record]:
     """Write all files into `draft`, and return their manifest and the record."""
     found = match(tables, run.model, ours, source.names)
-    # all tensors first: shapes are checked on what was made
+    # all tensors first: the check of shapes needs the finished ones
     algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
     made = _Files(draft, source, run.model, ours, algorithm).write(found.steps)
     # a copy that differs would be lost without a word
@@ -244,7 +242,7 @@ def _note(tensors: dict[str, Any], record: Record, name: str, made: _Made, box: 
 
 def _dtype(source: Source, step: Step) -> str:
     kinds = {source.dtype(name) for name in step.theirs}
-    # one tensor of ours has one format; which one to round to is not ours to choose
+    # a tensor has one format, and mtrain does not choose which of several to round to
     if len(kinds) > 1:
         raise CorruptData(
             f"{', '.join(step.theirs[:3])} have different number formats and make one tensor of"
@@ -257,9 +255,7 @@ def _dtype(source: Source, step: Step) -> str:
 
 
 def _room(most: Mapping[str, str], algorithm: hashes.Algorithm) -> int:
-    """Return the length of a header's metadata where the hashes of its entries are at
-    most as long.
-    """
+    """Return the length of a header's metadata with hashes of at most this length."""
     whole = dict.fromkeys(most, "0" * hashes.SHA256_DIGITS)
     return len(strict_json.dumps(hashes.metadata_of(most, whole, algorithm)))
 
@@ -274,9 +270,7 @@ def _hashes(words: RawArray, sha256: str | None, algorithm: hashes.Algorithm) ->
 
 
 def _check_copies(source: Source, copies: dict[str, str]) -> None:
-    """Raise CorruptData for a tensor that does not hold the numbers of the one that it
-    is to be.
-    """
+    """Raise CorruptData for a tensor with other numbers than its original."""
     for name, of in copies.items():
         apart = difference(source, name, of)
         if apart:

@@ -1,6 +1,4 @@
-"""Names, shapes and number formats of weights wherever they are: headers and manifests are read,
-without torch.
-"""
+"""Names, shapes and formats of weights, from headers and manifests, without torch."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def held(path: Path) -> list[Held]:
     """
     if path.is_file():
         return [Held(t.name, t.dtype, t.shape) for _, t in sorted(read_header(path).items())]
-    # only a checkpoint of ours has a manifest
+    # only mtrain's checkpoints have a manifest
     if (path / MANIFEST).is_file():
         tensors = read_manifest(path, verify=False)["tensors"]
         found = (

@@ -1,6 +1,4 @@
-"""The match of a folder's tensors with a model's: each of both sides is used exactly once, or an
-error names it.
-"""
+"""The match of a folder's tensors with a model's, one to one; an error names any other."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ class Match:
 def match(
     tables: Iterable[Table], model: Any, ours: Collection[str], theirs: Collection[str]
 ) -> Match:
-    """Return the steps by the table whose names are those of `theirs`.
+    """Return the steps of the table whose names match those of `theirs`.
 
     Raises:
-        CorruptData: some of either side are left over, or used twice, by name.
+        CorruptData: some names of either side are unused, or used twice.
     """
     found = [_match(table, model, set(ours), set(theirs)) for table in tables]
-    # the table with the fewest complaints is the one that the files follow
+    # the files follow the table with the fewest complaints
     best, wrong = min(found, key=lambda pair: len(pair[1]))
     if wrong:
         more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
@@ -53,7 +51,7 @@ def export_match(table: Table, model: Any, ours: Collection[str]) -> Match:
     """Return the steps that write a folder by a table.
 
     Raises:
-        CorruptData: a tensor of ours has no entry.
+        CorruptData: a tensor of the run's model has no entry.
     """
     # without entries of parts that this model lacks
     steps = [step for step in table.entries(model) if set(step.ours) <= set(ours)]
@@ -121,7 +119,7 @@ def _without_originals(
 
 
 def shapes_of_theirs(step: Step, model: Any, ours: Mapping[str, Box]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that a step makes of ours."""
+    """Return the shapes of the tensors that a step makes of the run's."""
     import torch
 
     # on the meta device, an operation computes shapes and no number

@@ -23,8 +23,8 @@ def open_plain(path: Path) -> BinaryIO:
         BadEnvironment: it may not be read.
     """
     try:
-        # O_NONBLOCK: opening a pipe waits for its writer; what was opened is checked, not what has
-        # the name
+        # O_NONBLOCK: opening a pipe waits for its writer. The check is of the open file, not of its
+        # name
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():

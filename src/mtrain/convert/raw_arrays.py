@@ -47,7 +47,7 @@ def empty(shape: Sequence[int], dtype: str) -> RawArray:
 
 
 def buffer_of(words: RawArray) -> memoryview:
-    """Return the bytes of words that lie behind each other, not copied."""
+    """Return the bytes of contiguous words, not copied."""
     # a memoryview of no numbers cannot be cast
     flat: Any = words.reshape(-1).view(np.uint8) if words.size else b""
     return memoryview(flat)

@@ -68,7 +68,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file by name, in the order of their bytes.
 
     Raises:
-        CorruptData: no such file, or a header that does not describe it exactly.
+        CorruptData: the file is missing, or its header does not describe it exactly.
         BadEnvironment: it may not be read.
     """
     try:

@@ -81,9 +81,7 @@ class MockAnswers:
 
 
 def answer_collator(source: Source, divisor: str, most_tokens: int) -> Collator:
-    """Return the collator of prompts, whose answers the run samples later, or of synthetic
-    answers.
-    """
+    """Return the collator of prompts for sampled answers, or of synthetic answers."""
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         if isinstance(source, PromptSamples):

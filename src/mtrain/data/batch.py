@@ -228,9 +228,7 @@ class GlobalBatches:
         return np.array([np.square(np.diff(ends)).sum() for ends in bounds])
 
     def microbatches(self, consumed_samples: int, size: int | None = None) -> list[MicroBatch]:
-        """Return the micro-batches of the step of `size` samples that starts after
-        `consumed_samples` samples.
-        """
+        """Return the micro-batches of the step of `size` samples after `consumed_samples`."""
         numbers = self.numbers(consumed_samples, size)
         fills = self._fills(numbers) if self.pads else np.zeros(numbers.shape, np.bool_)
         numbers = np.where(fills, 0, numbers)  # there may be no sample after the last one
@@ -441,9 +439,7 @@ def document_collator(
 
 
 def collate(samples: list[Sample], *, packed: bool) -> MicroBatch:
-    """Return the micro-batch of samples, as rows [n, seq_length] or as one packed row
-    of documents.
-    """
+    """Return the micro-batch of samples as rows [n, seq_length], or as one packed row."""
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
     # padding is negative, and an embedding has no row for that
     ids = tokens.clamp(min=0)
@@ -497,9 +493,7 @@ def is_repeated(source: Any, numbers: np.ndarray) -> np.ndarray:
 
 
 def distinct_samples(source: Any, wanted: int) -> tuple[int, int]:
-    """Return how many of the first `wanted` samples of a split are distinct, and the number after
-    the last of them.
-    """
+    """Return the distinct samples among the first `wanted`, and the number after them."""
     if isinstance(source, WholeDocuments) and source.reaches(wanted - 1):
         return wanted, wanted
     most = min(wanted, len(source))

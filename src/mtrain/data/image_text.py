@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.disk.files import WHICH, records_of
 from mtrain.config.resolve.model_tokenizer import sha256_of
@@ -321,7 +320,6 @@ def encode_record(record: Record, tokenizer: Tokenizer) -> tuple[list[int], list
 
 
 FORMAT = 2
-META = "meta.json"
 TOKENIZER = "tokenizer.json"
 # Records whose tokens are cached, as those of a micro-batch are read more than once
 KEPT = 256
@@ -371,8 +369,7 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
         "stamp": [stamp.st_size, stamp.st_mtime_ns, stamp.st_ino],
         "tokenizer": data.tokenizer_vocab_size if given is None else None,
     }
-    digest = hashlib.sha256(strict_json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    folder = user_path(data.cache_dir) / f"images-{digest}"
+    folder = user_path(data.cache_dir) / f"images-{cache.name_of(settings)}"
 
     def make(building: Path) -> None:
         note(f"{records.file}: checking {len(records)} records")
@@ -390,10 +387,9 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
 
 def _known(folder: Path) -> dict[str, Any] | None:
     try:
-        meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+        return cache.read_meta(folder)
     except (OSError, ValueError):
         return None
-    return meta
 
 
 def _check_records(records: Records, data: DataConfig, folder: Path, *, train: bool) -> None:
@@ -424,7 +420,7 @@ def _check_records(records: Records, data: DataConfig, folder: Path, *, train: b
         "images": images,
         "fingerprint": digest.hexdigest()[:32],
     }
-    (folder / META).write_text(strict_json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    cache.write_meta(folder, meta)
 
 
 def _texts(records: Records) -> Iterator[str]:

@@ -117,9 +117,7 @@ SplitSamples = TextSamples | MockSamples | RecordSamples
 
 @dataclass
 class Splits:
-    """Train, validation and test samples; None for a split that the run does not need and that has
-    no sample.
-    """
+    """Train, validation and test samples; None for an unneeded split without samples."""
 
     corpus: Corpus
     train: SplitSamples
@@ -185,9 +183,7 @@ class Splits:
                 samples.check_ids(CHECKED_TOKENS)
 
     def remarks(self) -> list[str]:
-        """Return remarks for the user: the counts of cut and left-out data, and how full packed
-        samples are.
-        """
+        """Return remarks for the user: cut and left-out data, and how full packed samples are."""
         if isinstance(self.train, WholeDocuments | BlendOfDocuments):
             return packing_remarks(self.train)
         meta = self.corpus.meta

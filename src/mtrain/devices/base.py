@@ -54,9 +54,7 @@ class Device:
     pin_memory: bool
     """True if host memory can be pinned for copies to the device."""
     runs_ahead: bool = True
-    """True if the host continues while the device works; False if a call returns when its work is
-    done.
-    """
+    """True if the host continues while the device works; False if calls return after the work."""
 
     available: Callable[[], str | None]
     """Returns None if the device can be used, else the reason."""
@@ -87,17 +85,13 @@ class Device:
     driver_bytes: Callable[[], int | None] = lambda: None
     """Returns the bytes in use on the current device, by all processes; None if unknown."""
     dump_memory: Callable[[str], None] | None = None
-    """Writes the blocks of the allocator to a file, in the format of its viewer; None: there is
-    none.
-    """
+    """Writes the allocator's blocks to a file in its viewer's format; None: there is none."""
     captured: Callable[[Callable[[], None]], Callable[[], None]] | None = None
     """Records the work that a function issues to the device, which must not wait for it and must
     have done the same before; returns a function that issues all of it at once. None: unknown here.
     """
     set_sync_debug: Callable[[str], None] = lambda mode: None
-    """Sets the reaction to each wait of the host for the device: `default` (nothing), `warn` or
-    `error`.
-    """
+    """Sets the reaction to each wait of the host for the device: `default`, `warn` or `error`."""
 
     def event(self) -> Event:
         """Return a point after all work that was issued to the current device so far."""

@@ -304,7 +304,9 @@ def memory_allocated(device: Any = None) -> int:
     return 0
 
 
-max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+max_memory_allocated = memory_allocated
+memory_reserved = memory_allocated
+max_memory_reserved = memory_allocated
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:

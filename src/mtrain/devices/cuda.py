@@ -1,6 +1,4 @@
-"""GPUs of NVIDIA, and of AMD, which torch presents under the same name; the only file with
-`torch.cuda`.
-"""
+"""NVIDIA's GPUs and AMD's, which torch presents alike; the only file with `torch.cuda`."""
 
 from __future__ import annotations
 

@@ -144,9 +144,7 @@ class Writer:
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> None:
-        """Wait until all events are written, for `seconds` at the most; not at all while an earlier
-        wait is not over.
-        """
+        """Wait at most `seconds` until all events are written; not during an earlier wait."""
         with self._changed:
             if not self.behind:
                 self.behind = not self._changed.wait_for(self._is_idle, seconds)

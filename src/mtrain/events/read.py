@@ -95,9 +95,7 @@ def _lines(file: Path, place: Place, most: int) -> list[bytes]:
 
 
 def _begun(file: Path) -> int:
-    """Return the step that an attempt began after; a file without its first line supersedes
-    nothing.
-    """
+    """Return the step before an attempt; a file without its first line supersedes nothing."""
     with file.open("rb") as stream:
         event = parsed(stream.readline(LONGEST))
     never = 1 << 62

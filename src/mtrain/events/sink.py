@@ -69,9 +69,7 @@ class Sink:
     """
 
     batch = 500
-    """The most events that `send` gets; 1 where events of a `send` that fails half way would come
-    twice.
-    """
+    """The most events that `send` gets; 1 if a retried `send` would repeat some events."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -127,9 +125,7 @@ def numbers(event: Event) -> dict[str, float]:
 
 
 def memory_of(event: Event) -> dict[str, float]:
-    """Return the most that a rank has of each kind of memory, in a sample; empty for other
-    events.
-    """
+    """Return the most of each kind of memory on a rank, in a sample; empty for other events."""
     if event["kind"] != MEMORY:
         return {}
     known = {

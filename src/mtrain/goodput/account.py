@@ -178,9 +178,7 @@ def account(home: Path, *, alive: bool = False) -> Account:
 
 
 def write(home: Path) -> Account | None:
-    """Write the account of a run folder, whose last attempt has just ended; None: it has no
-    readable log.
-    """
+    """Write the account of a run folder after its last attempt; None without a readable log."""
     try:
         found = account(home)
         draft = home / f".{FILE}"

@@ -151,9 +151,7 @@ class Follower:
         )
 
     def _train(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Start the ranks of one attempt, and report how they ended; return the messages that came
-        meanwhile and still wait.
-        """
+        """Start one attempt's ranks, and report their end; return messages that still wait."""
         run = RunConfig.model_validate_json(message["run"])
         home = Path(message["home"])
         share = replace(
@@ -230,9 +228,7 @@ class FollowingSupervisor(Supervisor):
             self.lost = True
 
     def report(self) -> dict[str, Any]:
-        """Return how the ranks ended; times are seconds before now, as clocks of machines
-        differ.
-        """
+        """Return how the ranks ended; times are seconds before now, as clocks differ."""
         now = time.monotonic()
         records = [(e.rank, self._record(e.rank)) for e in self.failed]
         return {

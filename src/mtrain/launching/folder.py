@@ -296,9 +296,7 @@ class _Held:
 
 
 def _claim(folder: Path, patience_s: float) -> _Held | str:
-    """Own a folder, or return in words which process owns it after waiting `patience_s` for that
-    process to end.
-    """
+    """Own a folder, or after `patience_s` return in words the process that owns it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     deadline = time.monotonic() + patience_s
@@ -329,9 +327,7 @@ def _owner(folder: Path) -> str:
 
 
 def is_begun(folder: Path) -> bool:
-    """Return whether a run made a step or saved a file in a folder; a run that failed earlier may
-    be repeated there.
-    """
+    """Return whether a run made a step or saved a file in a folder."""
     if not folder.exists():
         return False
     if not folder.is_dir():
@@ -351,9 +347,7 @@ def _set_aside(chosen: Plan) -> None:
 
 
 def _describe(run: RunConfig, chosen: Plan, argv: list[str], launch: str | None) -> None:
-    """Write run.yaml, overrides.txt, env.json and plan.json; a resume keeps the earlier run.yaml
-    under a number.
-    """
+    """Write run.yaml, overrides.txt, env.json and plan.json; a resume numbers the old run.yaml."""
     folder = chosen.folder
     current = chosen.folder / RUN_FILE
     draft = folder / f".{RUN_FILE}"

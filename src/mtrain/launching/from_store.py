@@ -77,18 +77,20 @@ def _with_weights(
     digest = hashlib.sha256(url.encode()).hexdigest()[:8]
     label = re.sub(r"[^\w.+-]", "-", url.rstrip("/").rpartition("/")[2])
     home = user_path(run.log.runs_dir) / WEIGHTS / f"{label}-{digest}"
-    if not (again and ckpt_folder.committed(home / CHECKPOINTS)):
-        with reached(START, url):
-            newest = Place(url).newest()
-            if newest is None:
-                raise nothing_at(START, url)
-            with folder.owned(home, run):
-                taken = _refer(newest, home, say)
-                # The newest here is what runs start from.
-                for other in ckpt_folder.folders(home / CHECKPOINTS):
-                    if other.name != taken.name and not ckpt_folder.is_read(other):
-                        shutil.rmtree(other, ignore_errors=True)
-    return _with(run, init_from=str(home))
+    started = _with(run, init_from=str(home))
+    if again and ckpt_folder.committed(home / CHECKPOINTS):
+        return started
+    with reached(START, url):
+        newest = Place(url).newest()
+        if newest is None:
+            raise nothing_at(START, url)
+        with folder.owned(home, run):
+            taken = _refer(newest, home, say)
+            # Runs start from the newest checkpoint in the folder.
+            for other in ckpt_folder.folders(home / CHECKPOINTS):
+                if other.name != taken.name and not ckpt_folder.is_read(other):
+                    shutil.rmtree(other, ignore_errors=True)
+    return started
 
 
 def _with(run: RunConfig, **keys: Any) -> RunConfig:

@@ -80,9 +80,7 @@ def train_with_restarts(
 def _attempt(
     run: RunConfig, paths: Paths, end: End, stop: StopRequest, rank: int
 ) -> dict[str, Any] | None:
-    """Train once; return None at the end of the run, and else the record of the failure, with all
-    released.
-    """
+    """Train once; return None at the end, else the record of the failure, all released."""
     from mtrain.devices import registry
 
     device = registry.get(run.cluster.device)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.launching.worker import enter
 from mtrain.train.generate.request import Questions, Request, Sampling
 from mtrain.world import faults
-from mtrain.world.faults import Fault
 from mtrain.world.rank_env import End, RankEnv
 
 # The name of the job that trains, whose folder is a run's
@@ -26,68 +25,14 @@ class Job:
     """A key of `JOBS`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, name: str, **arguments: Any) -> Job:
+        """Return a job with JSON arguments: paths as text, dataclasses as mappings."""
+        return cls(name, {key: _plain(value) for key, value in arguments.items()})
+
     def perform(self, run: RunConfig, home: Path, end: End) -> None:
         """Do the job in the run's folder `home`; `end` ends a process that hangs."""
         JOBS[self.name](run, home, end, **self.arguments)
-
-
-def train_job(
-    run: RunConfig,
-    checkpoint: Path | None,
-    weights: Path | None,
-    injected: Iterable[Fault] = (),
-    known: int = 0,
-) -> Job:
-    """Return the job that trains from a checkpoint, from its weights, or from the start; `known`:
-    see `in_process.train_with_restarts`.
-    """
-    places = {"checkpoint": path_text(checkpoint), "weights": path_text(weights)}
-    more = {
-        "accept_changes": run.checkpoint.accept_changes,
-        "injected": list(map(str, injected)),
-        "known": known,
-    }
-    return Job(TRAIN, {**places, **more})
-
-
-def observe_job(*, by_document: bool, resumed: bool, traced: bool) -> Job:
-    """Return the job that trains a small run and writes the files that `prove` compares; see
-    `train.verify.prove.observe`.
-    """
-    return Job("observe", {"by_document": by_document, "resumed": resumed, "traced": traced})
-
-
-def generate_job(checkpoint: Path, tokenizer: Path, request: Request, output: Path) -> Job:
-    """Return the job that writes the texts of a request to `output`."""
-    places = {
-        "checkpoint": str(checkpoint),
-        "tokenizer": str(tokenizer),
-        "output": str(output),
-    }
-    return Job("generate", {**places, "request": asdict(request)})
-
-
-def evaluate_job(checkpoint: Path, tokenizer: Path | None, limit: int | None, as_json: bool) -> Job:
-    """Return the job that prints the losses of a checkpoint on a validation split."""
-    places = {"checkpoint": str(checkpoint), "tokenizer": path_text(tokenizer)}
-    return Job("evaluate", {**places, "limit": limit, "as_json": as_json})
-
-
-def answer_job(checkpoint: Path, tokenizer: Path, questions: Questions, as_json: bool) -> Job:
-    """Return the job that prints the results of a checkpoint on tasks."""
-    places = {"checkpoint": str(checkpoint), "tokenizer": str(tokenizer)}
-    return Job("answer", {**places, "questions": asdict(questions), "as_json": as_json})
-
-
-def logits_job(checkpoint: Path, ids: list[int], out: Path) -> Job:
-    """Return the job that writes the logits of a checkpoint for some tokens to a file."""
-    return Job("logits", {"checkpoint": str(checkpoint), "ids": ids, "out": str(out)})
-
-
-def bisect_job(checkpoint: Path | None, step: int, usual: Sequence[float], out: Path) -> Job:
-    """Return the job that finds the cause of an anomalous step; see `train.suspects.bisect`."""
-    places = {"checkpoint": path_text(checkpoint), "out": str(out)}
-    return Job("bisect", {**places, "step": step, "usual": list(usual)})
 
 
 # The job that trains one step and writes the masks for `dropout_compare.wrong_masks`
@@ -205,6 +150,12 @@ def _bisect(
     from mtrain.train.suspects.bisect import bisect
 
     bisect(run, _path(checkpoint), step, usual, Path(out))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def path_text(path: Path | None) -> str | None:

@@ -23,10 +23,10 @@ from mtrain.config.compose.paths import CHECKPOINTS
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import TrainingError, say_page
-from mtrain.launching import environment, folder, from_store, jobs, matmul, uploads
+from mtrain.launching import environment, folder, from_store, matmul, uploads
 from mtrain.launching.child_process import ChildProcess
 from mtrain.launching.environment import Place
-from mtrain.launching.jobs import Job, path_text
+from mtrain.launching.jobs import MASKS, TRAIN, Job, path_text
 from mtrain.launching.machines import DirectingSupervisor, Director
 from mtrain.launching.restart import ADVICE, Attempts, step_in
 from mtrain.launching.signals import scratch_folder
@@ -198,8 +198,15 @@ class _OnMachines:
 
 
 def _job(attempts: Attempts, known: int) -> Job:
-    places = (attempts.checkpoint, attempts.weights)
-    return jobs.train_job(attempts.run, *places, attempts.injected, known)
+    """Return the job that trains; `known`: see `in_process.train_with_restarts`."""
+    return Job.of(
+        TRAIN,
+        checkpoint=attempts.checkpoint,
+        weights=attempts.weights,
+        accept_changes=attempts.run.checkpoint.accept_changes,
+        injected=list(map(str, attempts.injected)),
+        known=known,
+    )
 
 
 def observe(
@@ -215,19 +222,20 @@ def observe(
     `by_document`: packed samples one document at a time; `resumed`: from a checkpoint in the
     middle; `traced`: with the inputs and outputs of each module; see `train.verify.prove.observe`.
     """
-    _run(run, home, jobs.observe_job(by_document=by_document, resumed=resumed, traced=traced))
+    _run(run, home, Job.of("observe", by_document=by_document, resumed=resumed, traced=traced))
 
 
 def observe_masks(run: RunConfig, home: Path) -> None:
     """Train one step and write the masks for `dropout_compare.wrong_masks` to `home`."""
-    _run(run, home, jobs.MASKS)
+    _run(run, home, MASKS)
 
 
 def generate(run: RunConfig, source: Source, request: Request) -> Texts:
     """Return texts from a checkpoint, written in local processes of `run`'s layout."""
     with scratch_folder() as scratch:
         output = scratch / "texts.json"
-        _run(run, scratch, jobs.generate_job(source.checkpoint, source.tokenizer, request, output))
+        places = {"checkpoint": source.checkpoint, "tokenizer": source.tokenizer, "output": output}
+        _run(run, scratch, Job.of("generate", **places, request=request))
         facts = json.loads(output.read_text(encoding="utf-8"))
     texts = tuple(Written(**one) for one in facts.pop("texts"))
     return Texts(texts, **facts)
@@ -238,31 +246,31 @@ def evaluate(
 ) -> None:
     """Print the losses of a checkpoint on a validation split, in local processes."""
     ChildProcess("validation", run, tokenizer=path_text(tokenizer)).result()
-    _in_scratch(run, jobs.evaluate_job(checkpoint, tokenizer, limit, as_json))
+    places = {"checkpoint": checkpoint, "tokenizer": tokenizer}
+    _in_scratch(run, Job.of("evaluate", **places, limit=limit, as_json=as_json))
 
 
 def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) -> None:
-    """Print the results of a checkpoint on tasks of lm-evaluation-harness, in local processes of
-    `run`'s layout.
-    """
-    _in_scratch(run, jobs.answer_job(source.checkpoint, source.tokenizer, questions, as_json))
+    """Print the results of a checkpoint on tasks of lm-evaluation-harness, in local processes."""
+    places = {"checkpoint": source.checkpoint, "tokenizer": source.tokenizer}
+    _in_scratch(run, Job.of("answer", **places, questions=questions, as_json=as_json))
 
 
 def bisect(
     run: RunConfig, checkpoint: Path | None, step: int, usual: Sequence[float], out: Path
 ) -> None:
-    """Write the cause of an anomalous step to the file `out`, in local processes of `run`'s
-    layout.
-    """
+    """Write the cause of an anomalous step to `out`, in processes of the run's layout."""
     ChildProcess("prepare", run, checkpoint=path_text(checkpoint)).result()
-    _in_scratch(run, jobs.bisect_job(checkpoint, step, usual, out.absolute()))
+    places = {"checkpoint": checkpoint, "out": out.absolute()}
+    _in_scratch(run, Job.of("bisect", **places, step=step, usual=list(usual)))
 
 
 def logits(run: RunConfig, checkpoint: Path, ids: list[int], out: Path) -> None:
     """Write the result of `train.run.logits` to `out`; `run` has one rank."""
     warm(run)
     with scratch_folder() as scratch:
-        run_ranks(run, scratch, jobs.logits_job(checkpoint, ids, out), environment_of(run))
+        job = Job.of("logits", checkpoint=checkpoint, ids=ids, out=out)
+        run_ranks(run, scratch, job, environment_of(run))
 
 
 def say(run: RunConfig, text: str) -> None:
@@ -297,9 +305,7 @@ def import_for(run: RunConfig) -> None:
 def environment_of(
     run: RunConfig, home: Path | None = None, share: Share | None = None
 ) -> dict[str, str]:
-    """Return the environment that all ranks of a run in `home` share on this machine, which has
-    `share` of them; None: all.
-    """
+    """Return the environment of all ranks on this machine, which has `share`; None: all."""
     values = without_launcher(os.environ)
     errors = None if home is None else home.absolute() / ERRORS
     here = run.parallel.ranks if share is None else share.here

@@ -323,9 +323,7 @@ class Director:
         return absent
 
     def share_of(self, run: RunConfig, home: Path, job: Job, step: int) -> Share:
-        """Return the ranks of this machine for one attempt, which continues from `step` and starts
-        those of the others.
-        """
+        """Return this machine's ranks for an attempt from `step` that starts those of others."""
         return replace(
             self.share, begin=lambda port: self._start(run, home, job, step, port), leave=self.leave
         )
@@ -388,9 +386,7 @@ class Director:
         return failed
 
     def _complete(self) -> list[int]:
-        """Wait until every machine has a launcher, and have new ones prepare; return the numbers of
-        those that are absent.
-        """
+        """Wait until every machine has a prepared launcher; return the absent numbers."""
         assert self.run is not None
         absent = self._gather(self.run.trainer.join_timeout_s)
         token = None if self.replication is None else self.replication.token

@@ -176,7 +176,9 @@ def _disk_shortages(run: RunConfig) -> Iterator[Shortage]:
     free = f"free at {place}: {units.bytes_(disk.free)}"
     found = _storage(run)
     # without a plan, a lower bound: the weights
-    first = found.first if found is not None else parameters(run.model) * _weight_bytes(run)
+    first = (
+        found.first if found is not None else parameters(run.model) * bytes_of(run.precision.format)
+    )
     if first > disk.free:
         more = "" if found is not None else "more than "
         yield Shortage(f"needs {more}{units.bytes_(first)} of disk for a checkpoint; {free}")
@@ -189,10 +191,6 @@ def _disk_shortages(run: RunConfig) -> Iterator[Shortage]:
             _fewer(run, found, disk.free),
             warning=True,
         )
-
-
-def _weight_bytes(run: RunConfig) -> int:
-    return bytes_of(run.precision.format)
 
 
 def _storage(run: RunConfig) -> Storage | None:

@@ -203,9 +203,7 @@ def _degrees(run: RunConfig) -> tuple[int, int, int]:
 
 
 def compared(small: RunConfig) -> list[Row]:
-    """Train `small` in its layout, resumed in the middle, and on one rank without a stop; compare
-    both.
-    """
+    """Compare `small` in its layout, resumed in the middle, with one rank without a stop."""
     with observed(small) as (one, many):
         local.install_reader()
         from mtrain.train.verify.prove import compare

@@ -129,9 +129,7 @@ class Replication:
         return ""
 
     def take(self, home: Path, step: int) -> str:
-        """Wait until another machine has sent back this machine's part of a step; return why that
-        failed.
-        """
+        """Wait until another machine has sent back our part of a step; return why it failed."""
         why = f"nobody has sent it within {COME_S:g} s"
         deadline = time.monotonic() + COME_S
         try:

@@ -1,6 +1,4 @@
-"""The run folder and checkpoint that a run resumes, and the differences between two configurations
-that are allowed.
-"""
+"""The resumed run folder and checkpoint, and the allowed differences of configurations."""
 
 from __future__ import annotations
 
@@ -139,9 +137,7 @@ def has_saved(folder: Path) -> bool:
 
 
 def newest(folder: Path, notes: list[str]) -> Path | None:
-    """Return the newest checkpoint of a run, a local one only if it is later and whole; None if the
-    run stopped before the first.
-    """
+    """Return a run's newest checkpoint, a local one if it is later and whole, or None."""
     shared = newest_shared(folder, notes)
     step = 0 if shared is None else ckpt_folder.step_of(shared)
     return ckpt_local.newest(folder, step, notes) or shared
@@ -281,9 +277,7 @@ def differences_of(run: RunConfig, other: RunConfig, *effects: Effect) -> Differ
 
 
 def without_adapters(differences: Differences, other: RunConfig) -> Differences:
-    """Return the differences that matter where adapters start on the weights of `other`, which may
-    have no adapters.
-    """
+    """Return the differences that matter for adapters that start on the weights of `other`."""
     return {
         key: pair
         for key, pair in differences.items()

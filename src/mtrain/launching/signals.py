@@ -18,9 +18,7 @@ STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
 
 
 class Stopped(KeyboardInterrupt):
-    """A request to stop before any rank can save a checkpoint; the command removes its temporary
-    files on the way out.
-    """
+    """A request to stop before a checkpoint can be saved; temporary files are removed."""
 
     exit_code = Preempted.exit_code
 

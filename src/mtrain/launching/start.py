@@ -132,7 +132,8 @@ def run_ranks(
                 return _fork(run, home, job, rank, own, listener, share.leave)
             return _execute([home, share.folder or home], rank, own, listener, fingerprints)
 
-        memory = supervisor.memory = Memory(fingerprints)
+        memory = Memory(fingerprints)
+        supervisor.memory = memory
         try:
             supervisor.start(start, share.here, share.first)
         finally:
@@ -197,9 +198,7 @@ def placed(
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables by which another launcher numbers processes and
-    serves a store.
-    """
+    """Return an environment without the variables by which another launcher numbers ranks."""
     return {
         name: value
         for name, value in environment.items()
@@ -208,9 +207,7 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def python(module: str, *words: str) -> list[str]:
-    """Return the command that runs a module in a new interpreter, which imports nothing from the
-    working folder.
-    """
+    """Return the command that runs a module in a new interpreter, outside the working folder."""
     return [sys.executable, "-P", "-m", module, *words]
 
 

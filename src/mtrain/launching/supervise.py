@@ -88,9 +88,7 @@ class Supervisor:
     """Waits for the processes of ranks; forwards a stop; ends all when one fails."""
 
     def __init__(self, errors: Path, advice: str) -> None:
-        """Supervise ranks; `errors` is a folder of the run, `advice` follows a failure after a
-        checkpoint.
-        """
+        """Supervise ranks; `errors`: a run's folder, `advice`: after a checkpoint exists."""
         self.ranks: dict[int, int] = {}
         """Process id -> rank, of the running ranks."""
         self.errors = errors
@@ -165,9 +163,7 @@ class Supervisor:
             raise self.failure.error
 
     def watch(self) -> list[Ended]:
-        """Wait until every rank here has ended, and end all once one fails; return those that
-        failed by themselves.
-        """
+        """Wait until every rank has ended, ending all once one fails; return the failed ones."""
         try:
             while self.ranks and not (self._failed() or self.halted):
                 self._next()
@@ -367,9 +363,7 @@ class Supervisor:
 
 
 def _sampled(pid: int) -> str:
-    """Return the stacks of a process that py-spy reads from outside; empty: it cannot, or is not
-    installed.
-    """
+    """Return the stacks of a process as py-spy reads them; empty without py-spy."""
     folders = (os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath))
     program = shutil.which("py-spy", path=os.pathsep.join(folders))
     if program is None:

@@ -166,9 +166,7 @@ def _join_timeout_s(argv: Sequence[str]) -> float:
 
 
 def _end(error: MtrainError, speaks: bool) -> None:
-    """End this process from any thread; one rank per machine writes the reason, past locks that may
-    hold sys.stderr.
-    """
+    """End this process from any thread; one rank per machine writes the reason unlocked."""
     # not sys.stderr: the main thread may hang inside a call that holds its lock
     if speaks or is_first_here():
         os.write(2, f"rank {rank()}: {error}\n".encode())

@@ -41,9 +41,7 @@ class Claim:
 
 
 def noted(home: Path) -> Mapping[str, Any]:
-    """Return the content of `remote.json`; empty if the folder is not where it was made, and so may
-    be somebody else's.
-    """
+    """Return the content of `remote.json`; empty if the folder was moved or copied."""
     try:
         body = json.loads((home / REMOTE_FILE).read_text())
         return body if body["home"] == os.path.realpath(home) else {}

@@ -42,9 +42,7 @@ class Warming:
     child: ChildProcess | None = field(default=None, init=False)
 
     def begin(self, *, prepared: bool) -> None:
-        """Begin, unless that was done, the run has no kernels to compile, or the list of them needs
-        data that is not `prepared` yet.
-        """
+        """Begin unless begun, without kernels, or still without `prepared` data they need."""
         if self.report is not None or not _compiles(self.run):
             return
         place = Place.here(self.count)

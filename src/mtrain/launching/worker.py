@@ -124,9 +124,7 @@ def record(error: BaseException, errors: Path, rank: int) -> dict[str, Any]:
 
 
 def end(error: MtrainError, errors: Path, rank: int) -> None:
-    """End this process from any thread, leaving a record; its main thread may hang and hold
-    Python's locks.
-    """
+    """End this process from any thread, leaving a record; its main thread may hang."""
     record(error, errors, rank)
     os._exit(error.exit_code)
 

@@ -194,9 +194,7 @@ def embedding_stages(run: RunConfig) -> list[int]:
 
 
 def held_stages(run: RunConfig) -> list[list[Stage]]:
-    """Return the stages of each pipeline rank, `out[pp_rank][vpp_index]`: with `vpp` > 1 a rank
-    holds every pp-th stage.
-    """
+    """Return the stages of each rank, `out[pp_rank][vpp_index]`; with `vpp` > 1 every pp-th."""
     every = stages(run)
     p = run.parallel
     return [[every[v * p.pp + s] for v in range(p.vpp)] for s in range(p.pp)]

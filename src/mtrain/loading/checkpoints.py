@@ -272,9 +272,7 @@ def run_file_of(path: Path) -> Path | None:
 
 @cache
 def _of_address(url: str) -> Document:
-    """Return the model of the newest checkpoint at an address; its weights are compared with it
-    after their download.
-    """
+    """Return the model of an address's newest checkpoint, for a comparison before download."""
     key = "checkpoint.init_from"
     with reached(key, url), TemporaryDirectory() as scratch:
         newest = Place(url).newest()

@@ -1,7 +1,5 @@
 # ruff: noqa: E402, F401
-"""Every megatron-core name that mtrain uses, in one flat module; importable once the adapter is
-installed.
-"""
+"""Every megatron-core name that mtrain uses, in one flat module; needs an installed adapter."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ from mtrain.mcore.state.optimizers import OwnOptimizerConfig, use_own, use_te, u
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> Any:
-    """Return this rank's part of the unpacked sequences of a batch, over the context-parallel ranks
-    or `cp_group`.
-    """
+    """Return this rank's part of unpacked sequences, over context-parallel ranks or `cp_group`."""
     new = {"is_hybrid_cp": False} if release.at_least(0, 19) else {}
     # Without a group, releases fall back to different ranks, so one is always passed.
     return _part_of_context(

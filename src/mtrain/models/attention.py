@@ -1,4 +1,4 @@
-"""Softmax attention of one rank's heads: what each implementation computes and keeps."""
+"""Softmax attention of one rank's heads: the operations and memory of each implementation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 MOST_SCORES = 1 << 23
-"""Most scores materialised at once in half precision on a CPU: the limit of
-`mtrain_kernels.attention.cpu`.
-"""
+"""Most scores materialised at once in half precision on a CPU, as in the kernel."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,8 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
     if r.layout.cp > 1 and r.layout.cp_comm_type == "all_gather":
         both = r.samples * r.whole * h.groups * (h.width + h.v_width)
         # Keys and values are gathered into one buffer, of which both are views.
-        k = v = Tensor(both * r.element)
+        k = Tensor(both * r.element)
+        v = k
     keeps = [h.q, k, v, out, numbers]
     products = _products(r, h, r.length, r.whole, h.n, r.documents)
     if h.chosen:
@@ -89,9 +88,7 @@ def _fused(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Add ring attention by a kernel that holds no scores, one block of keys after another; partial
-    results are in fp32.
-    """
+    """Add ring attention by a kernel without scores, block by block, with fp32 results."""
     inner, steps = _around(r)
     n = h.n // inner
     groups = max(1, h.groups // inner)
@@ -139,7 +136,7 @@ def _fused_ring(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _around(r: Rank) -> tuple[int, int]:
-    """Return the ranks that exchange a sequence for heads, and those that pass keys on."""
+    """Return the counts of ranks that exchange a sequence for heads, and that pass keys on."""
     if r.layout.cp_comm_type == "a2a+p2p":
         inner, outer = r.layout.hierarchical_cp_sizes or (1, r.layout.cp)
         return inner, outer
@@ -176,9 +173,7 @@ def _between_ranks(r: Rank, h: Heads) -> list[Exchange]:
 
 
 def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
-    """Add torch's own attention on a CPU: its fused kernel, or materialised scores for calls that
-    it does not take.
-    """
+    """Add torch's attention on a CPU: its fused kernel, or else materialised scores."""
     m = r.model
     b = r.samples
     cp = r.layout.cp
@@ -199,7 +194,8 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
             Tensor(b * t * x * a) for x in (n * h.width, groups * h.width, groups * h.v_width)
         )
     elif cp > 1:
-        k = v = Tensor(b * t * groups * (h.width + h.v_width) * a)
+        k = Tensor(b * t * groups * (h.width + h.v_width) * a)
+        v = k
         more = [Tensor(t * INDEX)]
     sink = m.softmax_type != "vanilla"
     given = h.operands
@@ -231,7 +227,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
         works = 3 * scores * FP32
     else:
         keeps, out = _flash(r, h, s, masked)
-    if cp > 1:  # what ranks of one sequence have of each other, and its gradients
+    if cp > 1:  # other ranks' part of the sequence, and its gradients
         moved = sum(tensor.bytes for tensor in {h.q, h.k, h.v} - set(given))
         needs = needs + moved
         works = works + moved
@@ -252,9 +248,7 @@ def _written_out(g: Graph, r: Rank, h: Heads) -> Tensor:
 
 
 def _flash(r: Rank, h: Heads, s: int, masked: bool) -> tuple[list[Tensor], Tensor]:
-    """Return the tensors of torch's kernel for a CPU, which takes one width of heads, and masks as
-    numbers.
-    """
+    """Return the tensors of torch's CPU kernel, which takes one head width and masks as numbers."""
     b = r.samples
     a = r.element
     padded = h.v_width < h.width
@@ -300,9 +294,7 @@ def scores_in_fp32(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Ten
 
 
 def _capped(r: Rank, h: Heads, s: int, t: int) -> tuple[list[Tensor], Tensor]:
-    """Return the tensors of soft-capped scores: capped scores, their exponentials and the shares
-    are kept, in fp32.
-    """
+    """Return the fp32 tensors of soft-capped scores: capped scores, exponentials, shares."""
     b = r.samples
     operands = [b * h.n * s * h.width, b * h.n * t * h.width, b * h.n * t * h.v_width, b * h.n * s]
     keeps = [Tensor(size * FP32) for size in (*operands, *[b * h.n * s * t] * 3)]
@@ -319,7 +311,7 @@ def _ring(g: Graph, r: Rank, h: Heads) -> Tensor:
     s = r.length * inner
     rows = b * n * s
     out = b * n * s * h.v_width
-    # what is in fp32 already is not copied at every step
+    # a tensor in fp32 is not copied at every step
     q = h.q if inner == 1 else Tensor(rows * h.width * FP32)
     for step in range(steps):
         operands = [rows * h.width, b * n * s * h.width, out]

@@ -32,9 +32,7 @@ class Flops(Protocol):
     """Model FLOPs of one token's forward and backward, without recomputation."""
 
     def __call__(self, model: ModelConfig, seq_length: int, *, causal: bool = True) -> float:
-        """Return the FLOPs of a token, which attends to half the sequence if `causal`, else to all
-        of it.
-        """
+        """Return the FLOPs of a token; if `causal`, it attends to half the sequence."""
 
 
 class Shrink(Protocol):
@@ -43,9 +41,7 @@ class Shrink(Protocol):
     def __call__(
         self, model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: int
     ) -> ModelConfig:
-        """Shrink a model such that layout `p` still splits it, and everything that decides which
-        code runs stays as it was.
-        """
+        """Shrink a model so that layout `p` splits it and the same code runs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,8 +51,8 @@ class Family:
     A family is one folder. Its parts have these names: `config` (keys and limits), `rules`, `count`
     (FLOPs), `weights`, `graph`, `layers`, `build`, `data`, `shrink`, `hf` and `hf_config`. mtrain
     looks for `config`, `rules` and `hf_config`, and for `family`, which names the others: a part is
-    a module of its own, as in `mtrain.models.gpt`, or stands in `family.py`, as the small ones of
-    `mtrain.models.bert` do. Only the modules that are named as texts may import torch.
+    a module, as in `mtrain.models.gpt`, or a section of `family.py`, as the small parts of
+    `mtrain.models.bert` are. Only the modules that are named as texts may import torch.
 
     A third party publishes one under the entry point group `mtrain.models`; see
     `mtrain.config.families` for its keys.
@@ -65,7 +61,7 @@ class Family:
     name: str
     """The value of `model.family`."""
     section: str | None = None
-    """A section of `model` that the family cannot do without, next to one of its own."""
+    """A section of `model` that the family requires besides its own."""
     builder: str
     """Its `BuildChunk`, as `package.module:function`."""
     collator: str = "mtrain.models.gpt.data:collator"
@@ -78,9 +74,7 @@ class Family:
     `package.module:function`.
     """
     auto_class: str = "AutoModelForCausalLM"
-    """The class of transformers that loads such a folder and whose logits an import and an export
-    compare with.
-    """
+    """The class of transformers that loads such a folder, to compare logits with."""
     settled: str | None = None
     """Overrides for what a `config.json` leaves open and its weights decide: a function of the
     `model` section that was read, the names of the weights, and the `model` section that they are
@@ -92,13 +86,9 @@ class Family:
     theirs by name. Empty: none.
     """
     megatron_names: bool = False
-    """True if megatron-core's checkpoints name its weights like those of a GPTModel, for `convert
-    --megatron`.
-    """
+    """True if megatron-core names its weights like a GPTModel's, for `convert --megatron`."""
     writes: bool = True
-    """True if the model continues a text, token by token: `generate`, the sample of a run,
-    lm-evaluation-harness.
-    """
+    """True if the model continues a text token by token, as `generate` requires."""
 
     reads_between: bool = True
     """True if pipeline stages that neither embed tokens nor compute losses read whole samples, not
@@ -107,21 +97,17 @@ class Family:
     predicts_all: bool = True
     """True if every token of a sample is predicted, except those that `data` masks."""
     tokens_alone: Callable[[ModelConfig], bool] = lambda model: True
-    """Predicate: is the loss the cross entropy of tokens and nothing else, so that it has a
-    perplexity?
-    """
+    """Predicate: the loss is only the cross entropy of tokens, so it has a perplexity."""
 
     flops_per_token: Flops
     shrink: Shrink
     fewest_layers: Callable[[ModelConfig], int] = lambda model: 2
-    """Layers of a model that is shrunk, so that there is one of every kind, where its stages are
-    equal.
-    """
+    """Layers of a shrunk model, with one of every kind, for equal stages."""
     weights: Weights | None = None
     """None: unknown, and the plan divides `parameters` evenly."""
     alike: Alike | None = None
     """Kinds of layers by their `weights`, so that one of a kind is counted. None: each layer is."""
-    # Counts of its own, which replace those that `mtrain.models.count` takes from `weights`.
+    # The family's own counts, in place of those that `mtrain.models.count` takes from `weights`.
     parameters: Callable[[ModelConfig], int] | None = None
     active_parameters: Callable[[ModelConfig], int] | None = None
     expert_parameters: Callable[[ModelConfig], int] | None = None
@@ -129,9 +115,7 @@ class Family:
     buffers: Callable[[ModelConfig], Iterable[Weight]] = lambda model: ()
     """Tensors of the whole model that checkpoints hold next to `weights`."""
     saved_as: Callable[[ModelConfig, str], str] = lambda model, name: name
-    """The name in checkpoints of one of `weights` or `buffers` of the whole model, with all its
-    numbers.
-    """
+    """The name in checkpoints of one of `weights` or `buffers` of the whole model."""
     apart: Callable[[ModelConfig, Weight], Iterable[Weight]] = lambda model, weight: (weight,)
     """The tensors as which checkpoints hold one of `weights` of the whole model, in the order of
     its rows: itself, or each part of a fused one. Tables of other names list the parts.

@@ -43,16 +43,12 @@ class Counts:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Return the parameters of the model as built, with the padded vocabulary; each shared weight
-    once.
-    """
+    """Return the parameters of the built model, vocabulary padded, shared weights once."""
     return _of_family(model, "parameters")
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Return the parameters that one token visits: all of them for a dense model, the chosen
-    experts for an MoE.
-    """
+    """Return the parameters that one token visits: of experts only the chosen ones."""
     return _of_family(model, "active_parameters")
 
 
@@ -125,9 +121,7 @@ def one_expert(model: ModelConfig) -> ParallelConfig:
 
 
 class _Same:
-    """A model as a key of a cache: by identity, because a configuration with mappings is not
-    hashable.
-    """
+    """A model as a cache key, by identity: its mappings make it unhashable."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model

@@ -29,11 +29,9 @@ class Tensor:
     constant: bool = False
     """True if it has no gradient."""
     of: Tensor | None = None
-    """Tensor whose memory it is a part of; it has a gradient of its own."""
+    """Tensor whose memory it is a part of; it has its own gradient."""
     quantized: bool = False
-    """True if its producer quantises it for the linear layer that follows, and again for the
-    gradient of that layer's weight.
-    """
+    """True if its producer quantises it for the next linear layer and its gradient."""
 
 
 class Product(NamedTuple):
@@ -46,9 +44,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of its forward: an addition and a multiplication for each pair of
-        elements.
-        """
+        """Return the FLOPs of its forward: two for each pair of elements."""
         return 2 * self.m * self.n * self.k * self.batch
 
 
@@ -61,17 +57,13 @@ class Exchange(NamedTuple):
     for each other, or parts that go round.
     """
     bytes: int
-    """Size of the whole tensor; of one rank's data for the others in an all-to-all; of the part
-    that goes round in a ring.
-    """
+    """Bytes of the whole tensor, of a rank's data in an all-to-all, or of a ring's part."""
     messages: int = 1
     """Copies of a row for as many ranks at most: of a token that several experts take."""
 
 
 Factors = Literal["weights", "frozen", "activations"]
-"""Second factors of products with activations: weights, weights without gradient, or other
-activations.
-"""
+"""Second factors of products with activations: weights, frozen weights, activations."""
 
 
 class Op(NamedTuple):
@@ -89,8 +81,7 @@ class Op(NamedTuple):
     low: bool = False
     """True if its products are in the low precision of the run, if the run has one."""
     seen: float = 1.0
-    """Share of the pairs of queries and keys that a kernel computes which passes over hidden ones.
-    """
+    """Share of computed pairs of queries and keys in a kernel that passes over hidden ones."""
     factors: Factors = "weights"
     """Second factors of its products."""
     again: bool = False
@@ -131,9 +122,7 @@ class Graph:
     """Blocks whose results are still used."""
     _again: bool = False
     own: list[Block] = field(default_factory=list)
-    """Blocks that operations do once more in their own backward, whether they stand in another
-    block or not.
-    """
+    """Blocks that operations repeat in their own backward, in another block or not."""
 
     def add(
         self,
@@ -194,9 +183,7 @@ class Graph:
 
     @contextmanager
     def made_again(self, name: str, *inputs: Tensor) -> Iterator[None]:
-        """Recompute the operations that are added inside in the backward of this one operation,
-        which keeps its `inputs`.
-        """
+        """Recompute the operations inside in the backward of one that keeps its `inputs`."""
         self.add(name, inputs)
         begin = len(self.ops)
         outer = self._again
@@ -208,9 +195,7 @@ class Graph:
         self.own.append(Block(begin, len(self.ops), when=len(self.ops)))
 
     def discard(self, *tensors: Tensor, when: bool = True) -> None:
-        """Discard `tensors` of the last recomputed block after their use: a backward that gets here
-        recomputes them.
-        """
+        """Discard `tensors` of the last recomputed block after use; a backward recomputes them."""
         if when and not self._again:
             block = self._used.pop()
             block.gives = tuple(map(memory, tensors))
@@ -238,9 +223,7 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 
 def kept(graphs: Iterable[Graph]) -> int:
-    """Return the bytes that autograd keeps of several graphs; one that occurs several times stands
-    for as many layers.
-    """
+    """Return the bytes that autograd keeps of several graphs, repeated ones included."""
     # Layers that compute the same share one graph (`gpt.graph.stack`), so graphs are distinguished
     # by identity.
     numbers = Counter(map(id, graphs := list(graphs)))

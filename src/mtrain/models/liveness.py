@@ -46,9 +46,7 @@ class Gradients:
         self._pinned: dict[Tensor, Tensor] = {}
 
     def around(self, op: Op) -> int:
-        """Return the bytes after the backward of `op` made its gradients, before it releases
-        any.
-        """
+        """Return the bytes after the backward of `op`, before it releases any."""
         for tensor in op.gives:
             if tensor not in self._of:
                 self._hold(tensor, tensor)
@@ -72,7 +70,8 @@ class Gradients:
         """Keep the gradient of `tensor` until `release`."""
         if tensor not in self._of:
             self._hold(tensor, tensor)
-        owner = self._pinned[tensor] = self._of[tensor]
+        owner = self._of[tensor]
+        self._pinned[tensor] = owner
         self._users[owner] += 1
 
     def release(self, tensor: Tensor) -> None:
@@ -88,9 +87,7 @@ class Gradients:
 
 
 def backward(g: Graph) -> Iterator[Moment]:
-    """Yield the moments of a backward, from the saved tensors before it; without those of a
-    loss.
-    """
+    """Yield the moments of a backward, without a loss, from the earlier saved tensors."""
     first, made = _last_uses(g)
     freed: dict[int, list[Tensor]] = {}
     for tensor, number in first.items():
@@ -107,7 +104,7 @@ def backward(g: Graph) -> Iterator[Moment]:
             yield Moment(held, gradients.bytes + _forward(g, redone[number + 1], first.keys()))
         if (
             number + 1 in ends
-        ):  # who computes again has what it gave, and its gradients, until all of it is done
+        ):  # a recomputed part keeps its outputs and their gradients until it is done
             block = ends[number + 1]
             given = size(tensor for tensor in block.gives if tensor in first)
             for tensor in outputs[block.begin]:
@@ -124,9 +121,7 @@ def backward(g: Graph) -> Iterator[Moment]:
 
 
 def _last_uses(g: Graph) -> tuple[dict[Tensor, int], dict[int, set[Tensor]]]:
-    """Return for each tensor the last operation whose backward needs it; and the tensors that are
-    recomputed, by operation.
-    """
+    """Return each tensor's last operation that needs it, and the recomputed ones by operation."""
     kept = g.kept()
     first = dict[Tensor, int]()
     made = dict[int, set[Tensor]]()
@@ -161,9 +156,7 @@ def forward(g: Graph) -> int:
 
 
 def _forward(g: Graph, block: Block, kept: Collection[Tensor]) -> int:
-    """Return the peak transient bytes of a block's forward, minus the tensors saved by later
-    operations.
-    """
+    """Return the transient peak of a block's forward, less what later operations save."""
     ops = g.ops[block.begin : block.end]
     last = {memory(t): number for number, op in enumerate(ops) for t in (*op.reads, *op.gives)}
     rest = {t: None for op in ops for t in op.keeps if t in kept}
@@ -189,7 +182,8 @@ def _forward(g: Graph, block: Block, kept: Collection[Tensor]) -> int:
 
 def rises(g: Graph) -> Rises:
     """Return the peaks of a backward, on top of its start."""
-    end = most = 0
+    end = 0
+    most = 0
     peak = Moment(0, 0)
     for moment in backward(g):
         end = moment.held
@@ -201,7 +195,8 @@ def rises(g: Graph) -> Rises:
 def backwards(graphs: Sequence[Graph]) -> Rises:
     """Return the peaks of several backwards, from the last graph to the first."""
     known: dict[int, Rises] = {}
-    now = most = 0
+    now = 0
+    most = 0
     peak = Moment(0, 0)
     for graph in reversed(graphs):
         if id(graph) not in known:
@@ -214,11 +209,10 @@ def backwards(graphs: Sequence[Graph]) -> Rises:
 
 
 def forwards(graphs: Sequence[Graph]) -> int:
-    """Return the peak bytes of several forwards, from the first graph to the last, on top of all
-    their saved tensors.
-    """
+    """Return the peak of several forwards, in order, on top of all saved tensors."""
     known: dict[int, tuple[int, int]] = {}
-    behind = most = 0
+    behind = 0
+    most = 0
     for graph in reversed(graphs):
         if id(graph) not in known:
             known[id(graph)] = forward(graph), size(graph.kept())

@@ -1,5 +1,5 @@
-"""Parts that families share: what norms, linear layers, activations, embeddings and losses compute
-and keep.
+"""Parts that families share: operations and memory of norms, linear layers, activations, embeddings
+and losses.
 
 What the plain torch kernels of a CPU keep is compared with what autograd saves
 (`tests/distributed/test_plan_kept.py`). What TransformerEngine's, Triton's and torch's fused
@@ -16,13 +16,9 @@ from mtrain.models.graph import FP32, INDEX, MASK, Exchange, Graph, Product, Ten
 from mtrain.models.rank import Rank
 
 WRITTEN_OUT = 3
-"""Times as many bytes as one kernel moves that an operation moves which is written out, one kernel
-after another.
-"""
+"""Times as many bytes as one kernel moves that separate kernels move."""
 FP8_ELEMENT = 1
-"""Bytes of an element that a linear layer keeps of its input where it multiplies in eight bits or
-fewer.
-"""
+"""Bytes that a linear layer in eight bits or fewer keeps for an element of its input."""
 
 
 def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tensor:
@@ -36,7 +32,7 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
         keeps = [x, statistics] if rms else [x, statistics, Tensor(rows * FP32)]
         g.add(name, keeps, moved=moved, reads=[x], gives=[y])
         return y
-    # Weights are widened to fp32, and 1 + weight is a tensor of its own.
+    # Weights are widened to fp32, and 1 + weight is another tensor.
     copied = not r.wide or m.layernorm_zero_centered_gamma
     keeps = [statistics, *([Tensor(width * FP32)] if copied else ())]
     if not rms:
@@ -45,7 +41,7 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
     written_out = rms and r.words["norm"] == ON_CPU
     widened = not r.wide and not written_out
     keeps.append(Tensor(rows * width * FP32) if widened else x)
-    wide = rows * width * FP32  # of rows, of what is normed, of its gradient and of their product
+    wide = rows * width * FP32  # of rows, normed rows, their gradient and their product
     needs, works = (0, wide * written_out) if r.wide else (2 * wide, 3 * wide)
     times = WRITTEN_OUT if widened else 1
     g.add(name, keeps, moved=moved * times, reads=[x], gives=[y], needs=needs, works=works)
@@ -53,9 +49,7 @@ def norm(g: Graph, r: Rank, name: str, x: Tensor, rows: int, width: int) -> Tens
 
 
 def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Add a column-parallel linear layer with `outputs` on this rank; `x` is a part of the tokens
-    where those are split.
-    """
+    """Add a column-parallel linear layer with `outputs` here; `x` may be a part of the tokens."""
     made = x.quantized and not r.cuts_blocks
     low = r.sends_quantized or made
     arrives = shared_by_tensor_ranks(r, r.tokens * inputs * r.element, "gather", low=low)
@@ -75,9 +69,7 @@ def column(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -
 
 
 def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Add a row-parallel linear layer with `inputs` on this rank; its output is a part of the
-    tokens where those are split.
-    """
+    """Add a row-parallel linear layer with `inputs` here, whose output may be split by tokens."""
     low = r.run.precision.quantized is not None
     # The quantised operand is kept in place of the input.
     kept = Tensor(r.tokens * inputs * FP8_ELEMENT) if low else x
@@ -100,9 +92,7 @@ def row(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> T
 
 
 def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) -> Tensor:
-    """Add a linear layer whose whole weight is on every rank, over this rank's part of the
-    tokens.
-    """
+    """Add a linear layer with its whole weight on every rank, over this rank's tokens."""
     low = r.run.precision.quantized is not None and r.words["linear"] != "te"
     kept = Tensor(r.split_tokens * inputs * FP8_ELEMENT) if low else x
     keeps = [] if r.frozen or x.quantized else [kept]
@@ -115,9 +105,7 @@ def whole(g: Graph, r: Rank, name: str, x: Tensor, inputs: int, outputs: int) ->
 
 
 def weight_bytes(r: Rank, product: Product) -> int:
-    """Return the bytes of the gradient of a weight, or of a group's, before it is added to those of
-    other micro-batches.
-    """
+    """Return the bytes of a weight's or group's gradient before it is added to others."""
     return 0 if r.frozen else product.n * product.k * r.element
 
 
@@ -148,9 +136,7 @@ def shared_by_tensor_ranks(
 
 
 def _input(r: Rank, x: Tensor, width: int) -> Tensor:
-    if (
-        r.run.precision.quantized is not None
-    ):  # ours is quantised, and transposed, as it was gathered
+    if r.run.precision.quantized is not None:  # mtrain quantises and transposes the gathered input
         tokens = r.split_tokens if r.words["linear"] == "te" else r.tokens
         return Tensor(tokens * width * FP8_ELEMENT)
     return Tensor(r.tokens * width * r.element) if r.gathers_inputs else x
@@ -162,7 +148,7 @@ def activation(
     """Add the activation of an MLP, from `x`, with a gate of twice the `elements`, to `elements`.
 
     For experts, `weighed` rows are multiplied with their weights in the same kernel. Without
-    `offset` none is added to what a gate multiplies, where the activation is unfused.
+    `offset` an unfused activation adds none to the gated half.
     """
     size = elements * r.element
     y = Tensor(size)
@@ -200,9 +186,7 @@ def activation(
 
 
 def fused(r: Rank) -> bool:
-    """Return whether megatron-core has a fused activation for the model's, as in
-    `mtrain.config.engine.core_fields`.
-    """
+    """Return whether megatron-core fuses the activation, as in `core_fields`."""
     m = r.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
     swiglu = m.activation == "swiglu" or (
@@ -219,7 +203,7 @@ def _plain(r: Rank, x: Tensor, size: int, product: Tensor, offset: bool) -> list
         return own.get(m.activation, [x])
     keeps = [x, Tensor(size)]  # the gate, and the half that it multiplies with its offset added
     keeps += [Tensor(size)] * offset
-    if m.activation == "quick_geglu":  # x sigmoid(1.702 x) of what was clamped
+    if m.activation == "quick_geglu":  # x sigmoid(1.702 x) of clamped x
         keeps += [
             Tensor(size),
             *([Tensor(size)] if m.activation_func_clamp_value is not None else ()),
@@ -328,15 +312,13 @@ OF_MIXERS = ("mixer.in_proj", "mixer.out_proj")
 
 
 def parts_of(layer: str, run: RunConfig) -> int:
-    """Return the number of layers that a linear layer is made of, each with an A of its own; 0: it
-    has no adapter.
-    """
+    """Return the linear layers fused into one, each with its own A; 0: no adapter."""
     own = layer.rpartition(".")[2]
     peft = run.peft
     kind = own.removeprefix("linear_")
     if peft.kind is None or (kind == own and not layer.endswith(OF_MIXERS)):
         return 0
-    # In peft.target, `qkv` stands for all projections that make queries, keys and values.
+    # In peft.target, `qkv` names all projections that make queries, keys and values.
     if ("qkv" if kind in LATENT else kind) not in (peft.target or ()):
         return 0
     # A fused layer has an A for each of Hugging Face's layers in it, so that adapters can be
@@ -350,8 +332,7 @@ def add_adapter(
     """Add the adapter of a linear layer from `sizes[0]` to `sizes[1]` features of this rank, if it
     has one.
 
-    `rows` are the tokens that A x is made of, those that it is multiplied with B on, and those of
-    the result.
+    `rows` counts tokens: of x in A x, of A x in its product with B, and of the result.
     """
     parts = parts_of(layer, r.run) if r.adapted else 0
     if not parts:
@@ -361,15 +342,13 @@ def add_adapter(
     inputs, outputs = sizes
     width = parts * (peft.r or 0)
     keeps = [x]
-    if peft.dropout:  # each part has zeros of its own
+    if peft.dropout:  # each part has its own zeros
         noise = rows[0] * inputs * (a if r.host else MASK)
         keeps = [Tensor(size) for _ in range(parts) for size in (noise, rows[0] * inputs * a)]
     keeps.append(Tensor(rows[1] * width * a))
     if parts > 1:  # B as it multiplies all A at once
         keeps.append(Tensor(outputs * width * a))
-    if (
-        peft.kind == "dora"
-    ):  # what is multiplied with the magnitudes, the magnitudes over the norms, and the norms
+    if peft.kind == "dora":  # the factor of the magnitudes, magnitudes over norms, and norms
         keeps += [Tensor(rows[2] * outputs * a), Tensor(outputs * a), Tensor(outputs * FP32)]
     products = [Product(rows[0], width, inputs), Product(rows[1], outputs, width)]
     g.add(f"{layer}.adapter", keeps, products, reads=[x], works=2 * rows[1] * width * a)
@@ -378,9 +357,7 @@ def add_adapter(
 def add_expert_adapters(
     g: Graph, r: Rank, layer: str, x: Tensor, rows: tuple[int, int], sizes: tuple[int, int]
 ) -> None:
-    """Add the adapters of the experts of this rank, `rows[1]` of them with `rows[0]` rows each, if
-    they have any.
-    """
+    """Add the adapters of this rank's `rows[1]` experts with `rows[0]` rows each, if any."""
     if not r.adapted or "experts" not in (r.run.peft.target or ()):
         return
     each, local = rows

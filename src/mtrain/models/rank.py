@@ -26,9 +26,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Equipped:
-    """A machine with everything that runs on its device: where nobody knows better, `auto` chooses
-    as there.
-    """
+    """A machine that runs everything of its device, as `auto` assumes of an unknown one."""
 
     gpus: int = 1
     transformer_engine: bool = True
@@ -42,9 +40,7 @@ class Rank:
 
     run: RunConfig
     words: Mapping[str, str]
-    """The implementation of each operation; where the machine that runs it chooses, the choice with
-    everything installed.
-    """
+    """The implementation of each operation, chosen with everything installed if left open."""
     host: bool
     """True if the rank computes on a CPU."""
     samples: int
@@ -58,9 +54,7 @@ class Rank:
 
     @classmethod
     def of(cls, run: RunConfig, words: Mapping[str, str] | None = None) -> Rank:
-        """Return a rank of a resolved run; `words` are those of a run that differs in nothing that
-        decides them.
-        """
+        """Return a rank of a resolved run; `words` are those of an equivalent run."""
         p = run.parallel
         micro = run.trainer.micro
         words = words or _words(run)
@@ -78,9 +72,7 @@ class Rank:
         return cls(run, words, on_host, samples, length, frozen=adapted, adapted=adapted)
 
     def at(self, index: int) -> Rank:
-        """Return the view of layer `index` of the model, counted from 0: first and last ones may
-        multiply in `dtype`.
-        """
+        """Return the view of layer `index` from 0; the first and last may be in `dtype`."""
         p = self.run.precision
         if not p.leaves(index, self.model.num_layers):
             return self
@@ -118,16 +110,12 @@ class Rank:
 
     @property
     def positions(self) -> int:
-        """Return the tokens that a model's table of angles covers: those of a sequence or, in a
-        packed one, of a document.
-        """
+        """Return the tokens that a table of angles covers: of a sequence, or a packed document."""
         return self.run.data.seen_tokens if self.run.data.packed else self.whole
 
     @property
     def documents(self) -> float:
-        """Return the mean number of documents in a sequence, which do not see each other; 1 without
-        packing.
-        """
+        """Return the mean number of documents in a sequence; 1 without packing."""
         return max(1.0, self.whole / self.run.data.seen_tokens) if self.run.data.packed else 1.0
 
     @cached_property
@@ -137,9 +125,7 @@ class Rank:
 
     @cached_property
     def split_tokens(self) -> int:
-        """Return the tokens that norms and the residual stream have here: a part under sequence
-        parallelism.
-        """
+        """Return the tokens of norms and the residual stream here: a part under SP."""
         return self.tokens // self.layout.tp if self.layout.sequence_parallel else self.tokens
 
     @property
@@ -185,7 +171,7 @@ class Rank:
 
     @cached_property
     def _chosen(self) -> RunConfig:
-        """Return the run with the implementations that stand for `auto`."""
+        """Return the run with `auto` replaced by its implementations."""
         return self.run.model_copy(
             update={"kernels": self.run.kernels.model_copy(update=dict(self.words))}
         )
@@ -207,17 +193,13 @@ class Rank:
 
     @property
     def cuts_blocks(self) -> bool:
-        """Return whether a block of tokens spans two ranks under sequence parallelism, so that
-        their quantised values cannot be used.
-        """
+        """Return whether blocks span ranks under SP, so that quantised values are useless."""
         whole = self.layout.sequence_parallel and self.run.precision.quantized == "blockwise"
         return bool(whole and self.split_tokens % BLOCK)
 
     @property
     def sends_quantized(self) -> bool:
-        """Return whether inputs of linear layers are gathered in low precision, whoever
-        made them.
-        """
+        """Return whether inputs of linear layers are gathered in low precision."""
         return self.run.precision.quantized is not None and self.words["linear"] == "te"
 
     def plain(self, op: str) -> bool:
@@ -232,9 +214,7 @@ class Rank:
 
 
 def _words(run: RunConfig) -> dict[str, str]:
-    """Return the implementation of each operation, in order: a choice may depend on those before
-    it.
-    """
+    """Return the implementation of each operation, each choice after the earlier ones."""
     words: dict[str, str] = {}
     for op in OPERATIONS:
         word = getattr(run.kernels, op.name)

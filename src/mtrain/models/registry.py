@@ -1,4 +1,4 @@
-"""Registry of the families of models: those that ship, and the plug-ins that are installed."""
+"""Registry of the families of models: the shipped ones and the installed plug-ins."""
 
 from __future__ import annotations
 
@@ -63,9 +63,7 @@ def imported(name: str) -> Any:
 def probed(
     model: ModelConfig, ids: Sequence[int]
 ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
-    """Return token ids to probe a model with, and the further inputs of our chunk and of
-    transformers' model.
-    """
+    """Return token ids to probe a model, and further inputs of mtrain's model and transformers'."""
     probe = family_of(model).probe
     asked: tuple[list[int], dict[str, Any], dict[str, Any]] = (list(ids), {}, {})
     return imported(probe)(model, ids) if probe else asked

@@ -33,9 +33,7 @@ def name_of(key: str, offset: Sequence[int] = ()) -> str:
 
 
 def weights_of(run: RunConfig) -> list[str]:
-    """Return the names of the weights that a run trains; none for a family that does not list
-    them.
-    """
+    """Return the names of the trained weights; none if the family does not list them."""
     family = family_of(run.model)
     if family.weights is None:
         return []
@@ -54,9 +52,9 @@ def modules_of(weights: Iterable[str]) -> list[str]:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """Return the expression that matches what a pattern selects.
+    """Return the regular expression of a pattern.
 
-    `*` stands for any characters of one part of a name, `?` for one character, `**` for any parts.
+    `*` matches any characters of one part of a name, `?` one character, `**` any parts.
     A module is selected with everything inside.
     """
     words = "".join(_ANY.get(word) or re.escape(word) for word in _TOKENS.findall(text))

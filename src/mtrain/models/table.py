@@ -18,16 +18,14 @@ Rearrange = Callable[[list[Any], Any], list[Any]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A rearrangement between the tensors of one entry on either side; both functions also take the
-    `model` section.
-    """
+    """A rearrangement between an entry's tensors; its functions also take the model."""
 
     name: str
     to_ours: Rearrange
     to_theirs: Rearrange
 
     def apply(self, tensors: list[Any], model: Any, *, inward: bool) -> list[Any]:
-        """Return theirs as ours, or ours as theirs."""
+        """Return transformers' tensors as mtrain's, or the reverse."""
         return (self.to_ours if inward else self.to_theirs)(tensors, model)
 
 
@@ -105,9 +103,7 @@ def _split_gated(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _delta_rows(model: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the rows of each head of queries and keys: of its query, key, values and gates, and of
-    its betas and decays.
-    """
+    """Return rows of each head of queries and keys: query, key, values, gates, betas, decays."""
     own = model.linear_attention
     share = own.num_value_heads // own.num_key_heads
     values = share * own.value_head_dim
@@ -173,9 +169,7 @@ def _unstacked(tensors: list[Any], model: Any) -> list[Any]:
 
 
 def _neighbours_as_halves(tensors: list[Any], model: Any) -> list[Any]:
-    """Reorder the last axis: from pairs of a gate and a gated element to all gates, then all gated
-    elements.
-    """
+    """Reorder the last axis: from pairs of gate and gated element to all gates first."""
     return [joined([t[..., 0::2], t[..., 1::2]], -1) for t in tensors]
 
 
@@ -206,26 +200,24 @@ def chain(*operations: Operation) -> Operation:
 SAME = Operation("same", _same, _same)
 TRANSPOSED = Operation("transposed", _transposed, _transposed)
 VOCABULARY = Operation("padded vocabulary", _padded, _unpadded)
-"""Ours has rows up to a multiple of 128."""
+"""mtrain pads the rows to a multiple of 128."""
 QKV = Operation("joined by query group", _joined_qkv, _split_qkv)
-"""Theirs are queries, keys and values; ours holds, of each query group, its queries, its key and
-its value.
-"""
+"""transformers: queries, keys and values; mtrain: the queries, key and value of each group."""
 GATED_QKV = Operation("joined by query group, with gates", _joined_gated, _split_gated)
-"""Theirs are queries, each head with its gate behind it, keys and values; ours holds, of each query
-group, its queries, their gates, its key and its value.
+"""transformers: queries, each head followed by its gate, keys and values; mtrain: each query
+group's queries, their gates, its key and its value.
 """
 DELTA = Operation("sections of heads", _joined_delta, _split_delta)
-"""Theirs are, head by head of the keys, its query, key, values and gates, and its betas and decays;
-ours has each kind of all heads behind the other.
+"""transformers: for each key head its query, key, values and gates, and its betas and decays;
+mtrain: one kind of all heads after another.
 """
 QKV_ROWS = Operation("rows joined by query group", _joined_rows, _split_rows)
-"""Theirs is all queries, then all keys, then all values, in one tensor."""
+"""transformers: all queries, then all keys, then all values, in one tensor."""
 GATE_UP = Operation("gate over up", _concatenated, _halves)
 EXPERTS = Operation("one of each expert", _unstacked, _stacked)
-"""Theirs is one tensor of all experts; ours one for each."""
+"""transformers: one tensor of all experts; mtrain: one for each."""
 PAIRS = Operation("pairs as halves", _neighbours_as_halves, _halves_as_neighbours)
-"""Theirs has gates and what they gate side by side in the last axis."""
+"""transformers: gates and up projections interleaved in the last axis."""
 
 
 @dataclass(frozen=True)
@@ -239,9 +231,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of theirs that holds what the tensor `of` does, where the embedding is tied, or in
-    an MTP layer.
-    """
+    """A tensor of transformers that duplicates the tensor `of`, if tied or in an MTP layer."""
 
     name: str
     of: str
@@ -252,7 +242,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Entry:
-    """Tensors that hold the same; `{i}` counts layers, `{e}` experts, of ours alone or of both."""
+    """Tensors with equal content; `{i}` counts layers, `{e}` experts, of mtrain only or of both."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -293,9 +283,7 @@ class Table:
     mtp: tuple[Entry, ...] = ()
     copies: tuple[Copy, ...] = ()
     ignored: tuple[str, ...] = ()
-    """Patterns of names that hold nothing of the model: tables that are computed from its
-    configuration.
-    """
+    """Patterns of names of tables that are computed from the configuration."""
 
     def entries(self, model: Any) -> Iterator[Step]:
         """Yield the entries of a model's every layer, with numbers for letters."""
@@ -311,9 +299,7 @@ class Table:
                 yield from entry.steps(model, i=model.num_layers + m, m=m)
 
     def held_twice(self, model: Any) -> dict[str, str]:
-        """Return the optional names on their side that duplicate another tensor: copy ->
-        original.
-        """
+        """Return the optional names on their side that are duplicates: copy -> original."""
         out = {}
         for copy in self.copies:
             if copy.of_mtp:
@@ -325,17 +311,17 @@ class Table:
 
 
 def to_ours(table: Table, model: Any, theirs: Tensors) -> dict[str, Any]:
-    """Return their tensors as ours; an entry of which they have nothing is left out.
+    """Return transformers' tensors as mtrain's, without entries that have none of them.
 
     Raises:
-        KeyError: they have some tensors of an entry only.
-        ValueError: a tensor of theirs has no entry, or more than one.
+        KeyError: only some tensors of an entry are there.
+        ValueError: a tensor has no entry, or more than one.
     """
     return _mapped(table, model, theirs, True)
 
 
 def to_theirs(table: Table, model: Any, ours: Tensors) -> dict[str, Any]:
-    """Return our tensors as theirs, with the errors of `to_ours`."""
+    """Return mtrain's tensors as transformers', with the errors of `to_ours`."""
     return _mapped(table, model, ours, False)
 
 

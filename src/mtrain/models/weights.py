@@ -1,6 +1,4 @@
-"""The weights of a stage on one rank, tensor by tensor, in the order in which the builder makes
-them.
-"""
+"""The weights of a stage on one rank, tensor by tensor, in the builder's order."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ class Row:
 
 
 def planned(run: RunConfig) -> dict[str, Any] | None:
-    """Return the measurable values of a plan, null where unknown; None: the family does not provide
-    its weights.
-    """
+    """Return a plan's measurable values, null if unknown; None: a family without weights."""
     try:
         found = report(run)
     except ValueError:
@@ -249,7 +247,5 @@ def first_full(run: RunConfig) -> int:
 
 
 def counts_memory(run: RunConfig) -> bool:
-    """Return whether a measured peak is that of the device only; on a host it is of a process, with
-    every library in it.
-    """
+    """Return whether a measured peak is the device's only, not a process's with its libraries."""
     return not facts_of(run.cluster.device).on_host

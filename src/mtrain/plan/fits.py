@@ -47,9 +47,7 @@ class Over:
 
 
 def over(run: RunConfig, holds: int) -> Over | None:
-    """Return the stage with the highest peak, where that is more than a device `holds`; None: it
-    fits, or is unknown.
-    """
+    """Return the stage with the highest peak above `holds`; None: all fit, or are unknown."""
     worst = _worst(run)
     return worst if worst is not None and worst.needed > holds else None
 

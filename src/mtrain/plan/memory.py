@@ -37,9 +37,7 @@ RANK_BYTES = 300 << 20
 
 
 def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
-    """Return the memory problems of a resolved run on its devices, or on this machine where it runs
-    on a CPU.
-    """
+    """Return the memory problems of a resolved run on its devices, or on this CPU machine."""
     if parameters(run.model) > MOST_PARAMETERS:
         rule = (
             f"{count(parameters(run.model))} parameters, and {count(MOST_PARAMETERS)} are the most"
@@ -66,23 +64,17 @@ def memory_problems(run: RunConfig, machine: Machine, origins: Mapping[str, str]
 
 
 def bytes_here(run: RunConfig) -> int:
-    """Return a lower bound of the memory of the processes of a run on this machine's CPU, before
-    any sample.
-    """
+    """Return a lower bound of a CPU run's memory on this machine, before any sample."""
     return state_bytes(run) + run.parallel.ranks * RANK_BYTES
 
 
 def activation_bytes(run: RunConfig) -> int:
-    """Return the bytes that a rank saves of one micro-batch for its backward, as the mean over
-    pipeline stages.
-    """
+    """Return the bytes that a rank saves of one micro-batch, as the mean over stages."""
     return sum(_kept(run)) // run.parallel.pp
 
 
 def _kept(run: RunConfig) -> list[int]:
-    """Return the bytes that autograd saves of one micro-batch on a rank of each stage; empty if
-    unknown.
-    """
+    """Return the bytes that autograd saves of one micro-batch by stage; empty if unknown."""
     family = family_of(run.model)
     if family.stage is None:
         return [0]
@@ -107,14 +99,10 @@ class _Memory:
     samples: int
     """Samples of a step that are in it at once."""
     state: int
-    """Bytes of weights, gradients, optimizer state and processes in it; 0 where these by themselves
-    are too many.
-    """
+    """Bytes of weights, gradients, optimizer state and processes; 0 if these are too many."""
 
     def activations(self, run: RunConfig) -> int:
-        """Return the saved bytes of one micro-batch on its ranks: on one rank those of the stage
-        that saves the most.
-        """
+        """Return the saved bytes of one micro-batch on its ranks; on one, of the largest stage."""
         every = _kept(run)
         return max(every) if self.ranks == 1 else self.ranks * sum(every) // len(every)
 
@@ -200,9 +188,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _longest(run: RunConfig, memory: _Memory, left: int) -> int:
-    """Return the longest sample, a power of two, of which all fits; some kernels need the square of
-    its length.
-    """
+    """Return the longest fitting sample, a power of two; some kernels need its square."""
     length = _power_of_two(run.data.length - 1)
     while length > 1:
         shorter = run.model_copy(
@@ -219,9 +205,7 @@ def _of_experts(run: RunConfig, key: str) -> tuple[str, ...]:
 
 
 def _state_here(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> list[Problem]:
-    """Return a warning if the model by itself, in its processes, exceeds the memory of this
-    machine.
-    """
+    """Return a warning if the model's own processes exceed the memory of this machine."""
     need = bytes_here(run)
     ranks = run.parallel.ranks
     if need <= machine.memory_bytes:

@@ -124,9 +124,7 @@ def _way(one: Way, first: Way, before: Way) -> dict[str, Any]:
 
 
 def assumptions(run: RunConfig) -> list[str]:
-    """Return the settings that decide the memory of a rank, and that published figures often leave
-    out.
-    """
+    """Return the settings that decide a rank's memory and that published figures often omit."""
     p = run.precision
     gradient = bytes_of("fp32" if p.grad_reduce_in_fp32 else p.format)
     again = run.parallel.recompute

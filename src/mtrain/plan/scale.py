@@ -1,6 +1,4 @@
-"""Scaling of a run: the fastest layout on each of several numbers of devices, with one batch or one
-per device.
-"""
+"""Scaling of a run: the fastest layout on numbers of devices, with a fixed or growing batch."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ class Scale:
 
 
 def on(raw: UnresolvedRun, devices: int) -> UnresolvedRun:
-    """Return an unresolved run on so many devices of its cluster: whole machines, or a part of
-    one.
-    """
+    """Return an unresolved run on so many devices: whole machines, or a part of one."""
     per_node = raw.cluster.devices_per_node
     if per_node is None:
         return changed(raw, {"parallel.ranks": devices})
@@ -122,9 +118,7 @@ def point(
 
 
 def batches(first: int, devices: Sequence[int], *, weak: bool) -> list[int | None]:
-    """Return the batch for each number of devices, given `first` on the fewest; None: it would be
-    no whole number.
-    """
+    """Return the batch for each number of devices, `first` on the fewest; None: a fraction."""
     if not weak:
         return [first] * len(devices)
     return [None if first * each % devices[0] else first * each // devices[0] for each in devices]

@@ -195,20 +195,23 @@ def buckets_of(
     p = run.parallel
     padded = bool(p.distributed_optimizer)
     multiple = lcm(ranks, END, END_OF_LARGE if p.ddp_pad_buckets_for_high_nccl_busbw else 1)
-    start = at = 0
+    start = 0
+    at = 0
     held: list[tuple[int, Weight]] = []
     for weight in reversed(weights):
         at = _up(at, START) if padded else at
         alone = weight.shared and padded
         if alone and held:
             yield (bucket := _bucket(start, at, held, multiple if padded else 1))
-            start = at = bucket.end
+            start = bucket.end
+            at = start
             held = []
         held.append((at, weight))
         at += weight.numel
         if alone or (size is not None and at - start >= size):
             yield (bucket := _bucket(start, at, held, multiple if padded else 1))
-            start = at = bucket.end
+            start = bucket.end
+            at = start
             held = []
     if held:
         yield _bucket(start, at, held, multiple if padded else 1)

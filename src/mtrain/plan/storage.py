@@ -1,6 +1,4 @@
-"""The disk of a run's checkpoints: the bytes of one, and the most that exist at once; and the host
-memory of a save.
-"""
+"""The disk of checkpoints: bytes of one, the most that exist at once; host memory of a save."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ def copies(run: RunConfig) -> int | None:
 
 @dataclass(frozen=True)
 class Replicated:
-    """The local checkpoints of a machine that `checkpoint.local_replicas` copies to others; bytes
-    at most.
-    """
+    """The local checkpoints of a machine that `checkpoint.local_replicas` copies; bytes at most."""
 
     part: int
     """Bytes of its part of one, which each copy sends and another one receives."""

@@ -1,6 +1,4 @@
-"""A step of the pipeline over time: the work of each stage, its waits, and the bytes that it keeps
-meanwhile.
-"""
+"""A step of the pipeline over time: each stage's work, waits, and kept bytes."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ MOST_GROUPS = 3
 
 @dataclass(frozen=True)
 class Block:
-    """One forward or backward of a chunk on a micro-batch; times in units of the whole model's
-    forward on one.
-    """
+    """One forward or backward of a chunk; times relative to the model's forward."""
 
     stage: int
     chunk: int
@@ -31,9 +27,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The schedule of all stages in a step, or at its beginning and end; communication takes no
-    time here.
-    """
+    """The schedule of all stages in a step, or at its ends; communication is free here."""
 
     blocks: tuple[tuple[Block, ...], ...]
     """Blocks of each stage, in order."""
@@ -141,9 +135,7 @@ def _blocks(
 def _needed(
     forward: bool, place: int, micro: int, last: int, stages: int
 ) -> tuple[bool, int, int, int] | None:
-    """Return the block that must end before the chunk at `place` in the model can begin; None: no
-    block.
-    """
+    """Return the block that must end before the chunk at `place` begins, or None."""
     before = place - 1 if forward else place + 1
     if forward and place == 0:
         return None

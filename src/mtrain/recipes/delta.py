@@ -11,6 +11,7 @@ from typing import Any
 from mtrain.config.compose.choices import is_path
 from mtrain.config.compose.composer import compose
 from mtrain.config.compose.dump import spell
+from mtrain.config.compose.interpolate import put
 from mtrain.config.compose.layout_string import parse_layout
 from mtrain.config.compose.paths import choices_of_group, find_config
 from mtrain.config.compose.yaml_reader import load, scalar
@@ -61,7 +62,7 @@ def delta(
     for group in GROUPS:
         target = getattr(run, group)
         if group == "model" and brought is not None:
-            # weights bring their model: a recipe says only what differs from it
+            # weights bring their model: a recipe has only its differences
             changes = _changes(target, brought)
             if changes is not None:
                 out.values |= {group: changes} if changes else {}
@@ -108,14 +109,8 @@ def _nearest(group: str, target: Any, usual: str | None, chosen: Mapping[str, st
 def left_open(written: Delta, keys: Mapping[str, str]) -> Delta:
     """Return the delta with keys to fill in by hand, each with a remark on the reason."""
     for key, why in keys.items():
-        *parents, name = key.split(".")
-        values = written.values
-        for parent in parents if parents != ["recipe"] else ():
-            if not isinstance(values.get(parent), dict):
-                values[parent] = {}
-            values = values[parent]
-        if parents != ["recipe"]:
-            values[name] = None if key in OPEN else MISSING
+        if key.rpartition(".")[0] != "recipe":
+            put(written.values, key, None if key in OPEN else MISSING)
         written.remarks.append(f"fill in {key}: {OPEN[key][0] if key in OPEN else why}")
     return written
 
@@ -162,7 +157,7 @@ def _section(group: str, choice: str, file: Path | None) -> Section:
         parsed = kind.model_validate(parse_layout(choice))
         return parsed
     document = load(file)
-    # Hydra composes files with directives of its own, which takes 0.2 s; others need none of it
+    # only files with Hydra's directives need its composition, which takes 0.2 s
     if "@package" in document.text or "defaults" in document.values or "${" in str(document.values):
         return _composed(group, choice)
     parsed = kind.model_validate(document.values)
@@ -186,7 +181,7 @@ def _candidates(group: str, target: Any, usual: str | None, chosen: Mapping[str,
 def _layouts(p: UnresolvedParallel, with_ranks: bool) -> list[str]:
     """Return the layout as one word, with or without the data-parallel size."""
     axes = {"tp": p.tp, "pp": p.pp, "cp": p.cp, "vpp": p.vpp, "ep": p.ep, "etp": p.etp or 1}
-    # a degree of 1 goes without saying, but for etp, whose default is tp
+    # a recipe omits degrees of 1, except etp, whose default is tp
     word = "".join(
         f"{axis}{n}" for axis, n in axes.items() if n > 1 or (axis == "etp" and p.etp is not None)
     )

@@ -17,7 +17,7 @@ from mtrain.errors import ConfigError, Problem
 
 RUN_FILE = "run.yaml"
 ABSENT = "(absent)"
-"""Stands for a key of a section that is null on one side."""
+"""The mark of a key in a section that is null on one side."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def overrides_of(words: Sequence[str]) -> list[str]:
     `~key` removes a key, and is no path; `~/left_values.yaml` is one.
 
     Raises:
-        ConfigError: a folder holds no run, or there is no such recipe.
+        ConfigError: a folder holds no run, or the recipe does not exist.
     """
     return [
         word if "=" in word or (word[:1] == "~" and "/" not in word) else _named(word)
@@ -100,9 +100,7 @@ def differences_of_values(
 def _repeats_its_section(
     key: str, left_values: Mapping[str, Any], right_values: Mapping[str, Any]
 ) -> bool:
-    """Return whether a key only marks a section as present, while the other side lists the
-    section's keys.
-    """
+    """Return whether a key only marks a section whose keys the other side lists."""
     left = key in left_values
     right = key in right_values
     other = right_values if left else left_values

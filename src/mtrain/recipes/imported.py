@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.compose.composer import compose
+from mtrain.config.compose.interpolate import put
 from mtrain.config.compose.overrides import read_overrides
 from mtrain.config.compose.paths import choices_of_group
 from mtrain.config.compose.yaml_reader import parse
@@ -92,21 +93,8 @@ def _with_reason(problem: Problem, arguments: Arguments) -> Problem:
     return replace(problem, detail=detail)
 
 
-def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key of nested mappings; a null section becomes a mapping."""
-    *parents, last = key.split(".")
-    node = values
-    for name in parents:
-        if not isinstance(node.get(name), dict):
-            node[name] = {}
-        node = node[name]
-    node[last] = value
-
-
 def _base_values(draft: Draft, choices: Mapping[str, str]) -> dict[str, Any]:
-    """Return the keys without a flag: the schema's defaults for model and layout, otherwise those
-    of the choices.
-    """
+    """Return the keys without a flag: the choices', for model and layout the schema's defaults."""
     picked = {
         "data": draft.get("data.kind") or "mock",
         "precision": draft.get("precision.dtype") or "auto",

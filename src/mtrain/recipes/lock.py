@@ -42,9 +42,7 @@ class Mismatch:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that compute, and of megatron-core as Python
-    finds it, without imports.
-    """
+    """Return the versions of installed packages that compute, without imports."""
     out = {"python": platform.python_version(), "mtrain": mtrain.__version__}
     for name in PACKAGES:
         try:
@@ -107,7 +105,7 @@ def mismatches(
     if facts_of(lock.run.cluster.device).counted:
         needed = min(lock.run.parallel.ranks, lock.run.cluster.devices_per_node or 1)
         had = lock.facts["device"].get("gpus")
-        # a lock made on a laptop says nothing about GPUs
+        # a lock made on a laptop cannot describe GPUs
         if machine.gpus < needed and (not isinstance(had, int) or machine.gpus < had):
             wanted = f"{had} GPUs, of which it needs {needed}"
             compare("device", lock.run.cluster.device, wanted, f"{machine.gpus} GPUs")

@@ -79,9 +79,7 @@ def _computed(context: TrainContext, data: GlobalBatches) -> torch.Tensor:
 
 
 class _ByRow:
-    """The answers of a split by their places in the file, with the part of a source that collators
-    use.
-    """
+    """The answers of a split by place in the file, with a source's part for collators."""
 
     scores: Any = None
 

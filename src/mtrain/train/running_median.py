@@ -45,9 +45,7 @@ class RunningMedian:
 
     @property
     def middle(self) -> float:
-        """Return the median; infinity while there are too few values, so that nothing exceeds
-        it.
-        """
+        """Return the median; infinity with too few values, so that nothing exceeds it."""
         return median_of(self._sorted) if self.is_known else inf
 
     @property

@@ -57,9 +57,7 @@ def _rows(document: Sequence[Token]) -> list[list[Token]]:
 
 
 def _row(position: int, inside: str) -> str:
-    """Return a row: the position of its first token in the margin, which is no part of the text,
-    and the text.
-    """
+    """Return a row: the place of its first token in the margin, outside the text, and the text."""
     margin = f'<span class="n" aria-hidden="true">{position}</span>'
     return f'<div class="row">{margin}<span class="text">{inside}</span></div>'
 

@@ -1,6 +1,4 @@
-"""Profiles of a run folder: requests for them, traces of all ranks on one clock, and the time of a
-step by part.
-"""
+"""Profiles of a run folder: requests, traces of all ranks on one clock, a step's time by part."""
 
 from __future__ import annotations
 
@@ -183,9 +181,7 @@ def merge(folder: Path, ranks: Sequence[Profiled]) -> Path:
 
 
 def _backwards(events: Trace) -> Iterator[dict[str, Any]]:
-    """Yield labels of the backwards of micro-batches: operations of autograd in a row, between two
-    forwards or transfers.
-    """
+    """Yield labels of micro-batches' backwards: autograd's operations between two forwards."""
     main = _main_thread(events)
     open_: dict[str, Any] | None = None
     number = 0
@@ -394,9 +390,7 @@ def _kernel(event: Mapping[str, Any]) -> str:
 
 
 def _starts(ranks: Sequence[Profiled]) -> dict[str, float]:
-    """Number the collectives of the devices, alike on all ranks of a group, and return when the
-    last rank began each.
-    """
+    """Number the collectives alike on all ranks of a group, and return each one's last begin."""
     starts: dict[str, float] = {}
     for one in ranks:
         counts: dict[str, int] = defaultdict(int)

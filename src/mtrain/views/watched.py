@@ -1,6 +1,4 @@
-"""The state of a run, as the files of its folder show it: nothing is written, and each look reads
-only new bytes.
-"""
+"""The state of a run from the files of its folder: read-only, and only new bytes."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ class Watched:
         """The largest peak of a rank in the last sample of all ranks."""
         self.alerts: deque[tuple[int, str]] = deque(maxlen=ALERTS)
         self.slow: dict[str, tuple[int, str]] = {}
-        """The rank and its machine -> the step at which it was named last, and its own time over
-        the usual one.
-        """
+        """Rank and machine -> the step of its last mention, and its time over the usual one."""
         self.streams = False
         """True once an event was read; older versions have none."""
         self.end = ""

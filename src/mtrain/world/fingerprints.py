@@ -206,7 +206,8 @@ class Ring:
         """Record a collective; return its place in memory."""
         known = self.groups.get(group)
         if known is None:
-            known = self.groups[group] = _Group(group)
+            known = _Group(group)
+            self.groups[group] = known
         first = args[0] if args else None
         while isinstance(first, (list, tuple)):
             first = first[0] if first else None

@@ -83,9 +83,7 @@ class World:
         return self.tell(text, src) if src < self.size else ""
 
     def all_reach(self, place: str, within_s: float) -> bool:
-        """Return whether every rank calls this with the same `place` within so many seconds; ranks
-        may have ended.
-        """
+        """Return whether every rank calls this with this `place` in time; ranks may have ended."""
         deadline = time.monotonic() + within_s
         try:
             self.store.add(place, 1)

@@ -64,8 +64,7 @@ class JoinAttempt:
         """The description that the others see; None: this rank has no configuration yet."""
         self.config: dict[str, Any] = {}
         self.offer: Offer | None = None
-        """The offer of rank 0: made by this process if it is rank 0, otherwise read from the store.
-        """
+        """The offer of rank 0: made here if this is rank 0, otherwise read from the store."""
         self.offered = threading.Event()
         """Set once the offer of rank 0 has arrived, or this rank no longer waits for it."""
         self.busy = False
@@ -184,9 +183,7 @@ class JoinAttempt:
         self.settled.set()
 
     def _reach(self) -> dist.Store:
-        """Return the store: that of an initialised torch.distributed, or one served here, or one
-        served elsewhere.
-        """
+        """Return the store: of an initialised torch.distributed, served here, or elsewhere."""
         env = self.env
         if dist.is_initialized():
             return dist.distributed_c10d._get_default_store()

@@ -445,9 +445,7 @@ def _check(place: Launched, environment: Environment) -> None:
 
 
 def _differences(place: Launched, environment: Environment) -> list[str]:
-    """Return a sentence where RANK contradicts the number that srun or mpirun set, as when a user
-    exports one RANK.
-    """
+    """Return a sentence if RANK contradicts srun's or mpirun's number, as if a user set RANK."""
     out = []
     for launcher in (OPEN_MPI, _slurm):
         other = launcher(environment)

@@ -29,9 +29,7 @@ class RankEnv:
     size: int
     local_rank: int
     host: str | None
-    """The host that serves the store; None: this process runs without others, or torch.distributed
-    is already initialised.
-    """
+    """The host that serves the store; None: one process, or torch.distributed is ready."""
     port: int
     launcher_serves: bool
     """True if the launcher serves the store; otherwise rank 0 does."""
@@ -39,9 +37,7 @@ class RankEnv:
     local_size: int = 1
     """Ranks on this machine."""
     launcher: str = ""
-    """The launcher whose variables were translated; empty for torchrun, the local launcher, or one
-    that sets torchrun's.
-    """
+    """The launcher with translated variables; empty for torchrun and its equals."""
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankEnv:

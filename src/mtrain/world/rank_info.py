@@ -1,6 +1,4 @@
-"""The description of each rank, and the check that the ranks form one world: absent, duplicate or
-differing ranks.
-"""
+"""Ranks' descriptions, and the check that they form one world, complete and alike."""
 
 from __future__ import annotations
 

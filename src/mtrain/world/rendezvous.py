@@ -155,9 +155,7 @@ class Member:
         return outcome is not None and self.place > outcome["count"]
 
     def is_forsaken(self, ready_at: float, limit_s: float) -> bool:
-        """Return whether no rank has compared or worked for too long, seen from this one, which
-        waits since `ready_at`.
-        """
+        """Return whether no rank has worked too long, seen from this one since `ready_at`."""
         waited_s = time.monotonic() - max(ready_at, self.came_at)
         return waited_s > limit_s and not self.liveness.is_alive()
 

@@ -48,8 +48,7 @@ class Status:
     host: str
     pid: int
     number: int
-    """Number of statuses published by the rank; it stops growing when the rank is stopped or dead.
-    """
+    """Number of statuses published by the rank; it stops when the rank is stopped or dead."""
     count: int
     """Milestones passed."""
     phase: str

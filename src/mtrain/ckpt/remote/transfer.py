@@ -312,9 +312,7 @@ def _fetched(place: Place, name: str) -> Iterator[Path]:
 
 
 def _fault(place: Place, name: str, facts: Mapping[str, Any]) -> str:
-    """Read every byte of an object; return in words how it differs from the manifest, or an empty
-    text.
-    """
+    """Read all bytes of an object; return its difference from the manifest in words, or ""."""
     try:
         with _fetched(place, name) as file:
             _compare(place, file, name, facts)

@@ -38,9 +38,7 @@ from mtrain.processes import LONGEST_RETRY_S, RETRY_S, die_with, guarded
 UPLOADS = "uploads.jsonl"
 """The file of a run folder with one line for each upload that ended, whole or not."""
 EVALUATIONS = "evaluations.json"
-"""The object with the losses that `checkpoint.keep_best` compares, for a run that continues on
-another machine.
-"""
+"""The object of the losses for `checkpoint.keep_best`, for a run that continues elsewhere."""
 POLL_S = 0.5
 """Seconds between two looks for new checkpoints."""
 NICE = 10
@@ -63,9 +61,7 @@ class Uploader:
     policy: Policy
     retries: int = 0
     begun: int = 0
-    """The step that this start continues from. Later checkpoints at the address are of a course
-    that the run has left.
-    """
+    """The step that this start continues from. Later checkpoints belong to an abandoned course."""
     quiet: bool = False
     lead: str = ""
     """Begins each line: a new line where the progress bar of a terminal may stand."""
@@ -144,9 +140,7 @@ class Uploader:
         return True
 
     def _saved(self) -> list[Path]:
-        """Return the checkpoints that the run has written; weights that were imported are of step
-        0.
-        """
+        """Return the checkpoints that the run has written; imported weights are of step 0."""
         every = folder.committed(self.home / CHECKPOINTS)
         return [p for p in every if folder.step_of(p) and not (p / sources.ADDRESS).exists()]
 

@@ -35,9 +35,7 @@ from mtrain.processes import die_with, guarded
 POLL_S = 0.5
 """Seconds between two looks for a new step."""
 AGAIN_S = 5.0
-"""Seconds between two tries to reach a machine: at the end of a run it may be gone already, which
-is worth no warning.
-"""
+"""Seconds between two tries to reach a machine, which may be gone without harm at a run's end."""
 COMMIT_S = 60.0
 """Seconds that a machine waits for its own part of a step."""
 SILENT_S = 600.0

@@ -236,7 +236,8 @@ class BackgroundSaves:
             return
         stage = _Stage(self, job, writer, capacity)
         thread = threading.Thread(target=stage.run, name="staging", daemon=True)
-        self._pending = stage.pending = _Pending(self._number, job, thread)
+        stage.pending = _Pending(self._number, job, thread)
+        self._pending = stage.pending
         thread.start()
 
     def secured(self) -> None:

@@ -18,9 +18,7 @@ from mtrain.ckpt.saving.staging import Staging
 
 MODULE = "mtrain.ckpt.saving.writer"
 SILENT_S = 5.0
-"""Seconds without a sign of life, and without work or a call to the disk, after which a writer
-counts as hanging.
-"""
+"""Seconds without a sign of life, work or a call to the disk, after which a writer is hanging."""
 
 
 class WriterProcess:

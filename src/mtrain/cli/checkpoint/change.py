@@ -72,7 +72,7 @@ def prune(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
     """Delete the checkpoints that a run would delete by itself; with `dry_run`, name them.
 
     Raises:
-        ConfigError: there is no such run, or a process writes to it.
+        ConfigError: the run does not exist, or a process writes to it.
         BadEnvironment: a folder cannot be removed.
     """
     values, rest = read_words(words, KNOWN)
@@ -94,7 +94,7 @@ def prune(words: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
 
 
 def _prune_remote(url: str, values: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> int:
-    """Delete checkpoints at an address, except those that `keep` and `keep_every` keep."""
+    """Delete checkpoints at an address, except the ones that `keep` and `keep_every` keep."""
     place = Place(url)
     if values["keep_best"] is not None or values["keep"] is None:
         rule = "cannot prune because an address has no run: neither its keys nor its losses"
@@ -214,8 +214,8 @@ def copy(words: Sequence[str], *, as_json: bool) -> int:
     been read back and compared.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the new folder exists.
-        CorruptData: the checkpoint, or what was written, is not as it should be.
+        ConfigError: the checkpoint does not exist, or the new folder does.
+        CorruptData: the checkpoint, or its copy, is damaged.
         BadEnvironment: the copy cannot be written.
     """
     if len(words) != 2 or any("=" in word and not is_remote(word) for word in words):
@@ -225,7 +225,7 @@ def copy(words: Sequence[str], *, as_json: bool) -> int:
     named = words[0]
     if not is_remote(named):
         source = one_checkpoint([named], f"copy {USAGE}")
-        # A folder may stand for a checkpoint in an object store.
+        # A folder may name a checkpoint in an object store.
         named = address_of(source) or named
     if source is None or is_remote(named) or is_remote(words[1]):
         return _copy_remote(named, words[1], as_json=as_json)
@@ -235,7 +235,7 @@ def copy(words: Sequence[str], *, as_json: bool) -> int:
         with drafted(out, "copying") as draft:
             for name in (*manifest["files"], folder.MANIFEST):
                 _copy(source / name, draft / name)
-            # What the disk holds now counts, not what was sent to it.
+            # The content of the disk counts, not what was sent to it.
             found = verified(draft, folder.parse_manifest(draft))
             if found.damage:
                 lines = [line.replace(str(draft), str(source)) for line in found.damage]

@@ -1,6 +1,4 @@
-"""`checkpoint list`, `inspect` and `verify`: what checkpoints hold, and whether it is what was
-written.
-"""
+"""`checkpoint list`, `inspect` and `verify`: the contents of checkpoints and their integrity."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def one_folder(words: Sequence[str], usage: str) -> Path:
     """Return the only word, which is a folder.
 
     Raises:
-        ConfigError: it is missing, there are more, or there is no such folder.
+        ConfigError: it or its folder is missing, or several match.
     """
     path = Path(one_word(words, usage)).expanduser()
     if not path.is_dir():
@@ -159,7 +157,7 @@ def _empty(name: str, nbytes: int) -> dict[str, Any]:
 
 
 def _facts(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return what a manifest, and the configuration in its folder, say in a row."""
+    """Return the row of a manifest and of the configuration in its folder."""
     facts = {"step": int(manifest["step"]), "layout": layout_of(manifest["state"])}
     with suppress(ConfigError, BadEnvironment):
         facts["model"] = model_digest(read_run_file(path / RUN_FILE))[:DIGITS]
@@ -173,9 +171,7 @@ def layout_of(state: dict[str, Any]) -> str:
 
 
 def model_digest(run: RunConfig) -> str:
-    """Return hex sha256 of the keys that decide which weights there are: checkpoints of equal
-    digests hold the same tensors.
-    """
+    """Return hex sha256 of the keys that decide which weights a checkpoint has."""
     keys = {k: v for k, v in run.flat().items() if effect_of(k) is Effect.ARCHITECTURE}
     return hashlib.sha256(strict_json.dumps(keys, sort_keys=True).encode()).hexdigest()
 

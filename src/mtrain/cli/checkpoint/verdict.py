@@ -1,6 +1,4 @@
-"""`checkpoint verdict`: whether a run can continue from a checkpoint. Answers in a second, without
-torch.
-"""
+"""`checkpoint verdict`: can a run continue from a checkpoint? Answers in a second without torch."""
 
 from __future__ import annotations
 
@@ -129,7 +127,7 @@ def answered(words: Sequence[str]) -> Answer:
     if answer.run is not None and not answer.impossible:
         answer.reading = figures.reading(answer.run, filled(checkpoint, answer.manifest))
         answer.memory = figures.memory(answer.run, Machine.here())
-    # Of an address, a folder stands for the checkpoint.
+    # A folder replaces the checkpoint of an address.
     answer.problems = [
         replace(one, detail=answer.by_address(one.detail), source=answer.by_address(one.source))
         for one in answer.problems
@@ -141,7 +139,7 @@ def located(words: Sequence[str]) -> tuple[Path, Path, list[str]]:
     """Return the folder that the first word names, its checkpoint, and the other words.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: the checkpoint does not exist.
     """
     usage = f"{program()} {USAGE}"
     local = bool(words) and "=" not in words[0] and not is_remote(words[0])
@@ -156,9 +154,7 @@ def located(words: Sequence[str]) -> tuple[Path, Path, list[str]]:
 
 
 def configuration(target: Path, checkpoint: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the command line of the run that continues: the configuration in the folder, unless
-    the user names a whole one.
-    """
+    """Return the command line of the continued run: the folder's configuration unless named."""
     resume = f"checkpoint.resume={quoted(checkpoint)}"
     if any(word.partition("=")[0] in BASES for word in overrides):
         return [*overrides, resume]

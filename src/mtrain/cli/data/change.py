@@ -37,7 +37,7 @@ def shares(text: str) -> tuple[float, ...]:
 
 
 def merge(words: Sequence[str], *, as_json: bool) -> int:
-    """Join corpora of one tokenizer, one behind the other."""
+    """Join corpora of one tokenizer, one after the other."""
     usage = "merge PREFIX... --out PREFIX"
     values, prefixes = read_arguments(words, OUT, usage)
     out = prefix_of(required(values, "out", usage))

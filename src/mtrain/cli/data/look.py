@@ -66,7 +66,7 @@ def inspect(words: Sequence[str], *, as_json: bool) -> int:
 
 
 def _files(tokenizer: Mapping[str, Any]) -> str:
-    """Return the names of the files that a manifest says the tokenizer was made of."""
+    """Return the names of the tokenizer's files in a manifest."""
     found = tokenizer.get("files")
     return ", ".join(map(str, found)) if isinstance(found, list) and found else "unknown"
 

@@ -30,7 +30,7 @@ USAGE = "preview [KEY=VALUE ...] [samples=N] [split=NAME] [--html FILE]"
 # Pairs can be looked at whatever the objective is.
 NO_LOSS = "MT328"
 WIDTH = 100
-# between tokens, where there is no colour to tell them apart
+# between tokens, if no colour separates them
 BETWEEN = "|"
 
 
@@ -66,9 +66,7 @@ def preview(words: Sequence[str], *, as_json: bool) -> int:
 
 
 def lines_of(shown: Shown) -> list[Styled]:
-    """Return a sample as lines: in front of each the position of its first token, and whether its
-    tokens carry loss.
-    """
+    """Return a sample as lines: its positions, tokens, and whether they carry loss."""
     out: list[Styled] = [[("", "")], [(f"{shown.name}: {shown.heading}", "bold")]]
     out += [[(f"  {shown.place}", "dim")]] if shown.place else []
     out += [[("  encoder reads: ", "dim"), (in_a_line(shown.read), "")]] if shown.read else []

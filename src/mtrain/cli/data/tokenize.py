@@ -211,9 +211,7 @@ def summary(prefix: Path, made: Mapping[str, Any], took: float) -> list[str]:
 
 
 def by_keys(counts: Mapping[str, int]) -> list[str]:
-    """Describe the records that were left out because a key of theirs says so; `counts`: records by
-    key.
-    """
+    """Describe the records that one of their keys excluded; `counts`: records by key."""
     fix = "where that does not say whether a record is learned, ignored_keys="
     return [
         f"  {many} left out because {key} is 0 or false; {fix}{key}"
@@ -223,9 +221,7 @@ def by_keys(counts: Mapping[str, int]) -> list[str]:
 
 
 class Shown:
-    """The progress of a run: a line with rate and time left on a terminal, and nothing
-    elsewhere.
-    """
+    """The progress of a run: a line with rate and time left, only on a terminal."""
 
     def __init__(self, sizes: Sequence[int], *, speaks: bool) -> None:
         self._sizes = sizes

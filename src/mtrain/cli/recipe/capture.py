@@ -39,7 +39,7 @@ Record = dict[str, Any]
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
 LAST_BYTES = 20_000
-# commands that train nothing under capture, besides interpreters by the name of their version
+# commands that train nothing under capture, besides interpreters named by version
 RECORDED = (
     "torchrun",
     "python",
@@ -158,9 +158,7 @@ def _script(command: Sequence[str]) -> tuple[str, str]:
 
 
 def _run(command: Sequence[str], folder: Path, timeout_s: float) -> tuple[int, bool]:
-    """Return the exit code, and whether the command was ended before its end; it leaves no
-    process behind.
-    """
+    """Return the exit code, and whether the command was ended early; leave no process."""
     until = time.monotonic() + timeout_s
     # The pipe ends when the last process that holds its writing end does, also in the background.
     reading, writing = os.pipe()
@@ -279,9 +277,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _for_bash(command: list[str], text: str) -> list[str]:
-    """Return the command, with bash before it if it is itself a script of a plain `sh`, which would
-    read no BASH_ENV.
-    """
+    """Return the command, with bash before a plain `sh` script, which ignores BASH_ENV."""
     plain = re.match(r"#!\s*(/usr/bin/env\s+)?(\S*/)?(sh|dash)\s*\n", text)
     if plain and Path(command[0]).is_file() and shutil.which("bash"):
         return ["bash", *command]

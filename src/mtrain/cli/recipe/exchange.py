@@ -121,7 +121,7 @@ def _file_of(name: str) -> str:
 def _captured(
     files: Sequence[str], extra: Sequence[str], command: Sequence[str] | None, timeout: str | None
 ) -> Imported:
-    """Run a command with recorders in place of launchers, and import what it would start."""
+    """Run a command with recorders in place of launchers, and import the recorded command."""
     if files or not command:
         # Words before `--` were likely meant as the command; a bare script needs its shell.
         script = [] if files and not os.path.isfile(files[0]) else ["bash"]
@@ -164,9 +164,7 @@ def _read(files: Sequence[str], extra: Sequence[str], words: Sequence[str] | Non
 def _about(
     found: Imported, run: RunConfig, sources: str, problems: Sequence[Problem]
 ) -> dict[str, str]:
-    """Return the words of a recipe about itself; those that follow from what is left to fill in are
-    not said.
-    """
+    """Return the words of a recipe about itself, without those that are still open."""
     words = describe(run, f"imported from {sources} by mtrain recipe import")
     broken = ", ".join(
         dict.fromkeys(p.code for p in problems if p.severity == "error" and p.code != UNFILLED)
@@ -201,7 +199,7 @@ def _validated(raw: UnresolvedRun, left: Mapping[str, str]) -> tuple[RunConfig, 
 
 
 def _unfilled(key: str, why: str) -> Problem:
-    """Return the problem of a key that is left to fill in."""
+    """Return the problem of a key that a person must fill in."""
     if key in OPEN:
         return unfilled(key, "recipe")
     fix = f"write its value there, or import again with {key}=VALUE"

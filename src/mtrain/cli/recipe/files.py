@@ -90,9 +90,7 @@ def show(words: Sequence[str], *, resolved: bool, as_json: bool) -> int:
 
 
 def new(words: Sequence[str]) -> int:
-    """Write the configuration of the overrides as a recipe of at most 12 lines; never
-    over a file.
-    """
+    """Write the overrides' configuration as a new recipe of at most 12 lines."""
     path = Path(needed(words, "recipe new my.yaml model=llama3_8b parallel=tp2"))
     named = path.suffix in (".yaml", ".yml")
     if not named and "=" in path.name:
@@ -171,9 +169,7 @@ def describe(run: RunConfig, source: str) -> dict[str, str]:
 
 
 def diff(words: Sequence[str], *, as_json: bool) -> int:
-    """Print each difference of two configurations with its kind; return 0 without differences,
-    else 1.
-    """
+    """Print the differences of two configurations, each with its kind; return 1 if any, else 0."""
     if len(words) != 2:
         rule = f"cannot compare because it takes two configurations, not {len(words)}"
         raise refusal(rule, "recipe diff llama3/8b_h100x8 runs/NAME")
@@ -237,9 +233,7 @@ def lock(words: Sequence[str], *, output: str | None) -> int:
 
 
 def verify(words: Sequence[str], *, as_json: bool) -> int:
-    """Print the differences between a lock and this machine; return 0 for none, 3 for versions or
-    devices, 4 for the file or data.
-    """
+    """Print differences of a lock from this machine; return 0, 3 (versions, device) or 4 (data)."""
     path = Path(needed(words, "recipe verify FILE"))
     held = read_lock(path)
     here = _sources(_places(held.sources, path))
@@ -260,7 +254,7 @@ def verify(words: Sequence[str], *, as_json: bool) -> int:
 
 
 def _sources(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return digests of the files that a configuration is composed from, of those that are here."""
+    """Return digests of the existing files that a configuration is composed from."""
     out: dict[str, str] = {}
     for name, path in files.items():
         with suppress(ConfigError):
@@ -269,9 +263,7 @@ def _sources(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _places(names: Iterable[str], lock: Path) -> dict[str, Path]:
-    """Return the paths of a lock's files: shipped ones as installed, others here or next to the
-    lock.
-    """
+    """Return the paths of a lock's files: shipped ones as installed, others near the lock."""
     shipped = {"conf": conf_dir(), "recipes": recipes_dir()}
     out: dict[str, Path] = {}
     for name in names:

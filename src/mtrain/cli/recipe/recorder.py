@@ -2,8 +2,7 @@
 starts nothing.
 
 It runs in any Python 3 by itself, as a command of the name that it stands in for, or as a Python
-starts (`sitecustomize`). The folder that it lies in says what a training program is, and takes the
-records.
+starts (`sitecustomize`). Its folder names the training programs, and takes the records.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ def facts() -> dict:  # type: ignore[type-arg]
 
 
 def record(words: list[str]) -> None:
-    """Add a line: the words behind those of the launchers around them, the folder, the
-    environment.
-    """
+    """Add a line: the words after those of the launchers, the folder, the environment."""
     around = json.loads(os.environ.get(AROUND, "[]"))
     line = ENCODE({"words": [*around, *words], "cwd": os.getcwd(), "env": dict(os.environ)})
     # Several processes add lines at once: with O_APPEND none overwrites another.
@@ -48,7 +45,7 @@ def record(words: list[str]) -> None:
 
 
 def keep() -> None:
-    """Put back what stands in, where a script set an environment of its own."""
+    """Restore the stand-ins after a script has set its own environment."""
     os.environ["MTRAIN_CAPTURE"] = FOLDER
     os.environ["BASH_ENV"] = os.path.join(FOLDER, "bash_env")
     for name, folder in (("PATH", "bin"), ("PYTHONPATH", "site")):
@@ -64,9 +61,7 @@ def is_python(word: str) -> bool:
 
 
 def trains(arguments: list[str]) -> bool:
-    """Return whether an interpreter with these arguments would train, by the program's name
-    and its flags.
-    """
+    """Return whether an interpreter would train, by the program's name and flags."""
     index = 0
     while (
         index < len(arguments)
@@ -111,7 +106,7 @@ def run_real(name: str, arguments: list[str]) -> None:
 
 
 def real_one(name: str) -> str | None:
-    """Return the path of a command that is not ours, or None."""
+    """Return the path of a command other than the recorders', or None."""
     own = os.path.realpath(os.path.join(FOLDER, "bin"))
     folders = [folder for folder in os.get_exec_path() if os.path.realpath(folder) != own]
     return shutil.which(name, path=os.pathsep.join(folders))
@@ -154,7 +149,7 @@ def go_on(words: list[str]) -> None:
 
 
 def with_environment(words: list[str]) -> None:
-    """Go on with the command of `env`, in its environment with what stands in put back."""
+    """Continue with the command of `env`, in its environment with the stand-ins restored."""
     around = {
         name: value for name, value in os.environ.items() if name.startswith("MTRAIN_CAPTURE")
     }
@@ -201,9 +196,7 @@ def inner_command(arguments: list[str]) -> int | None:
 
 
 def submit(arguments: list[str]) -> None:
-    """Run a batch script here, its directives as words of the launcher, and answers as `sbatch`
-    does.
-    """
+    """Run a batch script, its directives as words of the launcher, and answer like `sbatch`."""
     wrapped = next((i for i, word in enumerate(arguments) if word.startswith("--wrap")), None)
     script = next(
         (
@@ -268,7 +261,7 @@ def as_python_starts() -> None:
     if words and trains(words[1:]):
         program = os.path.basename(words[1])
         record([program, *words[2:]] if program in ALWAYS else ["python", *words[1:]])
-        # Nothing of the program may run, not even what it registers for its end.
+        # Nothing of the program may run, not even its exit handlers.
         os._exit(0)
 
 

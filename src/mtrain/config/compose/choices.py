@@ -88,9 +88,7 @@ def _is_one(group: str, name: str) -> bool:
 
 
 def _path_problem(group: str, text: str, source: str) -> Problem | None:
-    """Return the problem of a choice that is given as the path of a file; None if the file is
-    usable.
-    """
+    """Return the problem of a choice given as the path of a file; None if the file is usable."""
     name = Path(text).stem
     # A recipe is sent to others, who do not have the file.
     if source != COMMAND_LINE:
@@ -115,9 +113,7 @@ def _path_problem(group: str, text: str, source: str) -> Problem | None:
 
 
 def unknown_choice(group: str, choice: str, source: str) -> Problem | None:
-    """Return the problem of an unknown choice; None for a file of the group or, in `parallel`, a
-    layout.
-    """
+    """Return the problem of an unknown choice; None for a file of the group or a layout."""
     if find_config(f"{group}/{choice}") is not None:
         return None
     if group == "parallel":
@@ -148,9 +144,7 @@ def some_choice(group: str, text: str) -> str:
 
 
 def _is_recipe(text: str) -> bool:
-    """Return whether a file exists that looks like a recipe. A file that names its package is a
-    choice.
-    """
+    """Return whether a file looks like a recipe; one that names its package is a choice."""
     try:
         document = load(user_path(text)) if os.path.isfile(user_path(text)) else None
     except ConfigError:
@@ -161,9 +155,7 @@ def _is_recipe(text: str) -> bool:
 
 
 def _one_by_one(group: str, text: str) -> str:
-    """Return the keys of a mapping that was given as a choice, as overrides; empty if one is
-    invalid.
-    """
+    """Return the keys of a mapping given as a choice, as overrides; empty if one is invalid."""
     from mtrain.config.compose.grammar import parse_value
 
     try:

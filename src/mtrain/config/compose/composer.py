@@ -17,7 +17,7 @@ from typing import Any
 from mtrain.config.compose.choices import is_path, unknown_choice
 from mtrain.config.compose.dump import spell
 from mtrain.config.compose.hydra_source import NotComposed, composed, not_composed, quoted
-from mtrain.config.compose.interpolate import drop, leaves, put, refused, resolve_references
+from mtrain.config.compose.interpolate import at, drop, leaves, put, refused, resolve_references
 from mtrain.config.compose.library import CONFIG, RECIPE, RECIPE_FILE, RUN, Library, restored
 from mtrain.config.compose.lock_file import edited, upgrade
 from mtrain.config.compose.origins import COMMAND_LINE, Layer, Origins, Setting, as_written
@@ -38,7 +38,7 @@ from mtrain.config.messages.keys import is_under_a_value
 from mtrain.config.messages.problem import distinct
 from mtrain.config.messages.suggestions import default_choices, usual_choice
 from mtrain.config.messages.validate import unknown_key, validate, whole
-from mtrain.config.resolve.model_tokenizer import at, describes_a_model, start_of
+from mtrain.config.resolve.model_tokenizer import describes_a_model, start_of
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.run import GROUPS, UnresolvedRun
 from mtrain.errors import ConfigError, Problem
@@ -47,7 +47,7 @@ from mtrain.errors import ConfigError, Problem
 ARCHITECTURE = tuple(
     name for name, field in ModelConfig.model_fields.items() if field.is_required()
 )
-# The choice of `model` that stands for the model of the starting weights.
+# The choice of `model` that means the model of the starting weights.
 WEIGHTS = "weights.given"
 
 
@@ -57,9 +57,7 @@ class Composed:
 
     run: UnresolvedRun
     origins: dict[str, str]
-    """The origin of each leaf: `conf/model/llama3_8b.yaml:7`, a recipe's `file:line`, `command
-    line`, `default`.
-    """
+    """The origin of each leaf: a file with its line, `command line` or `default`."""
     choices: dict[str, str]
     """group -> choice; for a run file only the groups that the command line replaced."""
     warnings: tuple[Problem, ...] = ()
@@ -154,7 +152,7 @@ class _Composition:
         if run is None or self.problems:
             found = distinct(self.problems)
             paths = [p.path for p in (found if run is None else strayed)]
-            if own:  # what a refused key of it is validated with for the time being
+            if own:  # until then a refused key is validated with its values
                 of_files = [
                     layer(self.library, f"model/{usual_choice('model')}", "model", self._chooser),
                     *of_files,
@@ -233,9 +231,7 @@ class _Composition:
                 self.added[group] = name
 
     def _replace(self, recipe: Recipe | None, base: Document | None) -> None:
-        """Drop from the recipe or run file the groups and keys that choices on the command line
-        set.
-        """
+        """Drop the recipe's or run file's groups and keys that command-line choices set."""
         chosen = {
             group: self.chosen[group]
             for group, source in self.sources.items()
@@ -262,9 +258,7 @@ class _Composition:
             recipe.values = self.replaced.values
 
     def _take_model(self, recipe: Recipe | None) -> None:
-        """Choose the model of the starting weights, unless something else chooses or describes a
-        model.
-        """
+        """Choose the model of the starting weights, unless a model is chosen or described."""
         said = recipe.values if recipe is not None else {}
         chosen = "model" in (*self.chosen, *self.overrides.deleted) or describes_a_model(
             said, ARCHITECTURE
@@ -283,9 +277,7 @@ class _Composition:
             self.shown["model"] = document.source
 
     def _named(self, group: str, choice: str, source: str) -> str | None:
-        """Return a choice in Hydra's words; record a problem and return None if there is no such
-        choice.
-        """
+        """Return a choice in Hydra's words; record a problem and return None if it is unknown."""
         # A path outside of the folders of choices has no name for Hydra: the library invents one.
         if is_path(choice):
             return self.library.give_path(group, choice)
@@ -324,9 +316,7 @@ class _Composition:
     def _bases(
         self, recipe: Recipe | None, base: Document | None, own: bool
     ) -> tuple[str, list[str]]:
-        """Return the name of Hydra's primary configuration, and the arguments that choose
-        for it.
-        """
+        """Return the name of Hydra's primary configuration, and the arguments that choose."""
         deleted = self._deleted_groups()
         added = [quoted("+", *choice) for choice in self.added.items()]
         if base is not None:
@@ -352,9 +342,7 @@ class _Composition:
         return CONFIG, words + added
 
     def _deleted_groups(self) -> list[str]:
-        """Return the groups that the command line deletes, including those that a recipe chooses
-        from.
-        """
+        """Return the groups that the command line deletes, including a recipe's."""
         deleted: list[str] = []
         for group, argument in self.overrides.deleted.items():
             if not self._is_group(group):
@@ -374,8 +362,8 @@ class _Composition:
     def _layers(
         self, primary: str, words: list[str], recipe: bool
     ) -> tuple[list[Layer], list[Layer]]:
-        """Return the layers below the command line, lowest precedence first, and those that are no
-        recipe.
+        """Return the layers below the command line, lowest precedence first, and those outside
+        recipes.
 
         Raises:
             ConfigError: a file cannot be read as data, or the files do not compose.
@@ -461,7 +449,7 @@ class _Composition:
         return {key: restored(value) for key, value in values.items()}
 
     def _note_settings(self, origins: Origins, values: dict[str, Any]) -> list[Problem]:
-        """Record the settings of the command line, and apply those that Hydra was not given."""
+        """Record the settings of the command line, and apply the ones that Hydra did not get."""
         problems: list[Problem] = []
         for path, value in self.overrides.values.items():
             wrong = list(refused(value, lambda _: COMMAND_LINE, path))
@@ -476,9 +464,7 @@ class _Composition:
         return problems
 
     def _strayed(self, run: UnresolvedRun | None, origins: Origins) -> list[Problem]:
-        """Return paths outside of the working folder that a file sets and the command line does
-        not.
-        """
+        """Return outside paths that a file sets and the command line does not."""
         if run is None:
             return []
         files = self.library.sources()
@@ -510,9 +496,7 @@ class _Composition:
         of_files: Sequence[Layer],
         layers: Sequence[Layer],
     ) -> UnresolvedRun | None:
-        """Return the configuration with each refused key reset to the value below the refused one,
-        or to its default.
-        """
+        """Return the configuration with each refused key reset to its value below, or default."""
         # The second round takes the schema's defaults, in case the files below are wrong, too.
         for under in ((of_files, layers), ((), ())):
             tried = copy.deepcopy(dict(values))

@@ -1,4 +1,5 @@
-"""Hydra's Compose API over files that were read and checked before: Hydra opens no file of ours.
+"""Hydra's Compose API over files that were read and checked before: Hydra opens none of mtrain's
+files.
 
 Hydra asks its configuration sources for each name; the source here asks the current composition. It
 is registered like any Hydra plug-in and answers only while a composition runs, so that another
@@ -12,7 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.conf import RuntimeConf
@@ -28,6 +29,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtrain.config.compose.library import Library
 from mtrain.errors import ConfigError, Problem
 
 VERSION_BASE = "1.3"
@@ -50,36 +52,6 @@ _NOTES: dict[str, Any] = {
 
 class NotComposed(Exception):
     """An error of Hydra's composition, with the first line of its message."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The content that Hydra gets for the name of a configuration."""
-
-    values: Mapping[str, Any]
-    package: str | None = None
-    """The package that the file names for its values; None: that of its group."""
-
-
-class Library(Protocol):
-    """An interface to everything that can be composed."""
-
-    def part(self, name: str) -> Part | None:
-        """Return the configuration of this name, such as `model/llama3_8b`; None where there is
-        none.
-        """
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a configuration of this name."""
-
-    def is_group(self, name: str) -> bool:
-        """Return whether there is a group of this name."""
-
-    def text(self, name: str) -> str | None:
-        """Return the text of the file of a configuration; None where there is no file."""
-
-    def said(self) -> Hashable:
-        """Return the texts of everything that was read so far."""
 
 
 _Inputs = tuple[str, tuple[str, ...], Hashable]
@@ -107,7 +79,7 @@ class _Composing:
     asked: list[Asked] = field(default_factory=list)
 
     def answer(self, question: str, name: str) -> Any:
-        """Return what the library answers, and note it."""
+        """Return the library's answer, and record it."""
         found = getattr(self.library, question)(name)
         self.asked.append((question, name, found))
         return found
@@ -135,7 +107,6 @@ class _Source(ConfigSource):
         now = _now()
         now.answer("text", config_path)
         part = now.library.part(config_path)
-        assert part is not None, config_path
         values = {k: v for k, v in part.values.items() if now.whole or k == "defaults"}
         if config_path == now.primary:
             defaults = values.get("defaults", [])
@@ -250,7 +221,7 @@ def _hydra(library: Library, primary: str, *, whole: bool) -> Iterator[list[Aske
     """Start Hydra over a library, and restore its state afterwards; yield what it asks.
 
     Entries that another application put into Hydra's store are hidden meanwhile: Hydra would merge
-    them below ours of the same name.
+    them below mtrain's of the same name.
     """
     composing = _Composing(library, primary, whole)
     token = _composing.set(composing)
@@ -290,9 +261,7 @@ def _hydra(library: Library, primary: str, *, whole: bool) -> Iterator[list[Aske
 
 
 def not_composed(error: Exception, before: Sequence[Problem]) -> ConfigError:
-    """Return the error for group files that do not compose; it lists the problems found `before`
-    first.
-    """
+    """Return the error for group files that do not compose, after the problems found `before`."""
     rule = f"the group files do not compose: {error}"
     fix = (
         "write entries of defaults as `- NAME` of a file of the same group, as `-"

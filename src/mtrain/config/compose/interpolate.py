@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mtrain.config.messages.keys import is_content
@@ -31,9 +31,7 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for every string with `${...}` that is more than a reference to
-    another key.
-    """
+    """Yield a problem for every string with `${...}` that is more than a reference."""
     for path, value in leaves(values, prefix):
         for text in _strings(value):
             if "${" not in text:
@@ -54,9 +52,7 @@ def refused(values: Any, where: Callable[[str], str], prefix: str = "") -> Itera
 
 
 def resolve_references(values: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
-    """Replace each reference in `values` by its value; return a problem for each that cannot be
-    resolved.
-    """
+    """Replace references in `values` by their values; return a problem for each that cannot be."""
     table = dict(leaves(values))
     follower = _Follower(table)
     problems: list[Problem] = []
@@ -132,6 +128,15 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
+def at(values: Any, path: str, absent: Any = None) -> Any:
+    """Return the value at a dotted key of nested mappings; `absent` where there is none."""
+    for name in path.split(".") if path else ():
+        if not isinstance(values, Mapping) or name not in values:
+            return absent
+        values = values[name]
+    return values
+
+
 def put(values: dict[str, Any], path: str, value: Any) -> None:
     """Set a dotted key of nested mappings; replace any value above it that is no mapping."""
     *parents, last = path.split(".")
@@ -144,9 +149,7 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
 
 def drop(values: dict[str, Any], path: str) -> None:
     """Remove a dotted key of nested mappings, if it exists."""
-    *parents, last = path.split(".")
-    node: Any = values
-    for name in parents:
-        node = node.get(name) if isinstance(node, dict) else None
+    section, _, name = path.rpartition(".")
+    node = at(values, section)
     if isinstance(node, dict):
-        node.pop(last, None)
+        node.pop(name, None)

@@ -14,14 +14,12 @@ _TOKEN = re.compile(r"(vpp|etp|tp|pp|cp|ep|dp)([0-9]{1,6})|(sp)(?![0-9])")
 
 
 def looks_like_layout(word: str) -> bool:
-    """Return whether `word` was meant as a layout: it begins with an axis and a digit
-    or with `sp`.
-    """
+    """Return whether `word` was meant as a layout: it begins with `sp`, or an axis and a digit."""
     return re.match(r"(vpp|etp|tp|pp|cp|ep|dp)-?[0-9]|sp\Z", word) is not None
 
 
 def parse_layout(word: str) -> dict[str, Any]:
-    """Return the values of the group `parallel` that `word` stands for.
+    """Return the values of the group `parallel` that `word` means.
 
     `dp` sets `ranks` = tp * pp * cp * dp, because the data-parallel size is always derived.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtrain.config.compose import paths
-from mtrain.config.compose.hydra_source import Part
 from mtrain.config.compose.interpolate import refused
 from mtrain.config.compose.layout_string import parse_layout
 from mtrain.config.compose.recipe import reserved_keys
@@ -35,6 +35,15 @@ _BEGIN = "\0"
 _DOLLAR = "\ue001"
 
 
+@dataclass(frozen=True)
+class Part:
+    """The content that Hydra gets for the name of a configuration."""
+
+    values: Mapping[str, Any]
+    package: str | None = None
+    """The package that the file names for its values; None: that of its group."""
+
+
 class Library:
     """The configurations of one composition."""
 
@@ -51,9 +60,7 @@ class Library:
     def give(
         self, name: str, document: Document, values: Mapping[str, Any], package: str | None = None
     ) -> None:
-        """Add a file under a name of its own: a recipe or a run file, and the part of it to
-        compose.
-        """
+        """Add a file under its own name: a recipe or run file, and its part to compose."""
         self.documents[name] = document
         self._given[name] = values, package
 
@@ -80,7 +87,7 @@ class Library:
         return name in (*GROUPS, RECIPE) or (not name.startswith("hydra") and paths.is_group(name))
 
     def layout(self, name: str) -> dict[str, Any] | None:
-        """Return the values that `parallel/tp4pp4` stands for, if there is no file of that name."""
+        """Return the values that `parallel/tp4pp4` means if no file has that name."""
         group, _, word = name.partition("/")
         if group != "parallel" or self._file(name) is not None:
             return None
@@ -89,9 +96,9 @@ class Library:
         except ValueError:
             return None
 
-    def part(self, name: str) -> Part | None:
-        """Return the content that Hydra gets for a name, and record a problem for everything that
-        Hydra must not see.
+    def part(self, name: str) -> Part:
+        """Return the content that Hydra gets for a name, such as `model/llama3_8b`, and record a
+        problem for everything that Hydra must not see.
 
         Raises:
             ConfigError: the file cannot be read as data.
@@ -126,13 +133,14 @@ class Library:
         if name not in self.documents:
             file = self._file(name)
             assert file is not None, name
-            document = self.documents[name] = load(file)
+            document = load(file)
+            self.documents[name] = document
             self.files[document.source] = file
             self.problems += _refusals(document, name.partition("/")[0] if "/" in name else "")
         return self.documents[name]
 
     def text(self, name: str) -> str | None:
-        """Return the text of the file of a configuration; None where there is no file."""
+        """Return the text of the file of a configuration; None without a file."""
         if name not in self.documents and self._file(name) is None:
             return None
         return self.document(name).text
@@ -151,9 +159,7 @@ class Library:
         }
 
     def said(self) -> Hashable:
-        """Return the names and texts of everything that was read; with the arguments they determine
-        the composition.
-        """
+        """Return names and texts of everything read; with the arguments they fix the result."""
         given = {name: repr(values) for name, (values, _) in self._given.items()}
         return tuple(
             sorted(
@@ -166,9 +172,7 @@ class Library:
 
 
 def _with_every_group(defaults: list[Any]) -> list[Any]:
-    """Return the defaults of `config.yaml` with every group; a group that it leaves out has no
-    choice yet.
-    """
+    """Return the defaults of `config.yaml` with every group; groups left out have no choice yet."""
     if any(isinstance(entry, str) and entry != "_self_" for entry in defaults):
         return defaults  # another file may choose
     named = {group for entry in defaults if isinstance(entry, dict) for group in entry}
@@ -176,9 +180,7 @@ def _with_every_group(defaults: list[Any]) -> list[Any]:
 
 
 def _hidden(value: Any) -> Any:
-    """Return a value as Hydra gets it: lists, which Hydra must replace as a whole, and text that it
-    would interpret, become opaque text.
-    """
+    """Return a value as Hydra gets it: lists and interpreted text become opaque text."""
     if isinstance(value, dict):
         return {key: _hidden(inner) for key, inner in value.items() if _is_data(key)}
     if isinstance(value, list) or (isinstance(value, str) and _is_read(value)):

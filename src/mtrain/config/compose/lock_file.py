@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.compose.interpolate import refused
+from mtrain.config.compose.interpolate import at, refused
 from mtrain.config.compose.paths import program
 from mtrain.config.compose.recipe import reserved_keys
 from mtrain.config.compose.yaml_reader import load, parse
@@ -35,6 +35,7 @@ FACTS = {
 }
 
 
+ABSENT = object()
 # Operations with an implementation `cpu`.
 FAST_ON_CPU = ("norm", "rope", "attention", "linear", "experts", "loss")
 
@@ -57,9 +58,7 @@ class Lock:
 
     @property
     def edited(self) -> tuple[str, str, str] | None:
-        """Return the fact that the values no longer match, as locked and as found; None if all
-        match.
-        """
+        """Return the fact that the values no longer match, as locked and as found; else None."""
         here = content(self.body)
         if here != self.facts["content"]:
             return "content", self.facts["content"], here
@@ -120,7 +119,7 @@ def parse_lock(text: str, source: str) -> Lock:
         raise ConfigError.of(
             "MT705", "", None, rule, f"make it again: {program()} recipe lock", source
         )
-    new = tuple(key for key in run.flat() if not _said(document.values, key))
+    new = tuple(key for key in run.flat() if at(document.values, key, ABSENT) is ABSENT)
     return Lock(as_resolved(run), body, facts, new)
 
 
@@ -146,14 +145,6 @@ def edited(text: str, source: str) -> Problem | None:
     return Problem("MT705", "", None, rule, fix, source)
 
 
-def _said(values: Any, key: str) -> bool:
-    for name in key.split("."):
-        if not isinstance(values, dict) or name not in values:
-            return False
-        values = values[name]
-    return True
-
-
 def upgrade(values: Any) -> None:
     """Rewrite the values of an older complete file in the words of this version.
 
@@ -161,7 +152,7 @@ def upgrade(values: Any) -> None:
     included its fast paths. Such a file names no objective, which came with `cpu`; without this, a
     resumed run would round otherwise.
     """
-    if isinstance(values, dict) and _said(values, "trainer.objective"):
+    if at(values, "trainer.objective", ABSENT) is not ABSENT:
         values.setdefault("objective", {"name": values["trainer"].pop("objective")})
     sections: list[Any] = [
         values.get(name) for name in ("kernels", "trainer", "cluster", "precision")

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from mtrain.config.compose.dump import override
-from mtrain.config.compose.interpolate import drop, leaves, put
+from mtrain.config.compose.interpolate import at, drop, leaves, put
 from mtrain.config.compose.paths import is_shipped
 from mtrain.config.compose.yaml_reader import Document
 from mtrain.config.messages.keys import field_of, is_content
@@ -55,9 +55,7 @@ class Origins:
                 self.put(path, value, layer.where(path))
 
     def put(self, path: str, value: Any, source: str) -> None:
-        """Record the origin of the leaf at `path`. An empty mapping over a section changes nothing
-        in it.
-        """
+        """Record the origin of the leaf at `path`; an empty mapping does not empty a section."""
         self.history.append(Setting(path, value, source))
         found, whole = self._found(path)
         # Hydra merges an empty mapping into a section instead of emptying it.
@@ -82,9 +80,7 @@ class Origins:
         return next((setting for setting in reversed(self.history) if setting.path == path), None)
 
     def of(self, path: str) -> str:
-        """Return the origin of the key at `path`, or of the section that sets it; else
-        `default`.
-        """
+        """Return the origin of the key at `path` or of the section that sets it; else `default`."""
         found, _ = self._found(path)
         return found if isinstance(found, str) else DEFAULT
 
@@ -99,9 +95,7 @@ class Origins:
         return source.rpartition(":")[0] or source or DEFAULT
 
     def _found(self, path: str) -> tuple[Any, bool]:
-        """Return the entry at `path` or at the nearest section above, and whether it is exactly
-        `path`.
-        """
+        """Return the entry at `path` or the nearest section above, and whether it is `path`."""
         node: Any = self._tree
         for name in path.split(".") if path else ():
             if not isinstance(node, dict) or name not in node:
@@ -123,9 +117,7 @@ SYNTHETIC = "mock"
 
 
 def is_provided(origin: str) -> bool:
-    """Return whether a user set a key: on the command line, or in a file that does not ship with
-    mtrain.
-    """
+    """Return whether a user set a key: on the command line or in a file that does not ship."""
     return origin == COMMAND_LINE or (_FILE.match(origin) is not None and not is_shipped(origin))
 
 
@@ -193,9 +185,7 @@ def _loses(key: str, old: Any, new: Any, origin: str) -> bool:
 
 
 def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
-    """Return a problem for a number in place of a text, with a fix that quotes it as written: 1.10
-    is not 1.1.
-    """
+    """Return a problem for an unquoted text, with a fix that quotes it: 1.10 is not 1.1."""
     if problem.code != "MT013" or "must be text" not in problem.rule:
         return problem
     source, _, line = problem.source.rpartition(":")
@@ -219,8 +209,6 @@ def as_written(problem: Problem, documents: Iterable[Document]) -> Problem:
 
 def _items_at(document: Document, path: str) -> Iterator[Any]:
     """Yield the items of a list in a file as text."""
-    node: Any = document.values
-    for name in path.split("."):
-        node = node.get(name) if isinstance(node, dict) else None
-    for index, item in enumerate(node if isinstance(node, list) else ()):
+    items = at(document.values, path)
+    for index, item in enumerate(items if isinstance(items, list) else ()):
         yield document.texts.get(f"{path}.{index}", item)

@@ -42,7 +42,7 @@ from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, ConfigError, Problem
 MAX_ARGUMENT = 4096
 MAX_COMMAND = 1 << 14
 SHORT = "rewards=["
-"""Beginning of an argument that stands for `rollout.rewards`."""
+"""Beginning of an argument that means `rollout.rewards`."""
 
 
 @dataclass
@@ -60,9 +60,7 @@ class Overrides:
     deleted: dict[str, str] = field(default_factory=dict)
     """`~key` or `~group`, which deletes what files set: key or group -> the argument."""
     only: dict[str, Any] = field(default_factory=dict)
-    """`~key=value` or `~group=choice`, which deletes only that value: key or group -> value or
-    choice.
-    """
+    """`~key=value` or `~group=choice`, which deletes only that value: key or group -> value."""
     recipe: str | None = None
     run: str | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -331,9 +329,7 @@ def _read_value(key: str, text: str, out: Overrides) -> Problem | None:
 
 
 def _sweep_fix(key: str, text: str) -> str:
-    """Return the meaning of several values for one key, or the flag for a sweep; empty if the key
-    takes none.
-    """
+    """Return each count's words with its swept ones, and a problem per wrong number of values."""
     found = field_of(key)
     if found is not None and "tuple" in str(found.annotation):
         return f"{key}=[{text}]"
@@ -408,10 +404,10 @@ def jobs(argv: Sequence[str]) -> list[Job]:
 
 
 def _values(key: str, text: str) -> list[str]:
-    """Return the values that a text stands for, each as written.
+    """Return the values that a text means, each as written.
 
     Raises:
-        ValueError: it is not in the grammar, stands for nothing, or is a list in place of values.
+        ValueError: it is not in the grammar, means no value, or is a list in place of values.
     """
     if not text and is_empty(key):
         raise ValueError("is empty")

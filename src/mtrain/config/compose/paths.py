@@ -1,6 +1,4 @@
-"""The folders of choices and recipes: the shipped ones, and a user's folders, which take
-precedence.
-"""
+"""The folders of choices and recipes, of which a user's take precedence over the shipped ones."""
 
 from __future__ import annotations
 
@@ -53,33 +51,25 @@ def _folder(name: str, package: Path) -> Path:
 
 @cache
 def program() -> str:
-    """Return the command that starts this program: `python launch.py` in a checkout, else
-    `mtrain`.
-    """
+    """Return the command that starts this program: `python launch.py` or `mtrain`."""
     checkout = _PACKAGE.parent.name == "src" and (_PACKAGE.parents[1] / "launch.py").is_file()
     return "python launch.py" if checkout else "mtrain"
 
 
 def listing(names: Sequence[str], verb: str) -> str:
-    """Return names as words of a message: at most MOST_NAMES, or their number and the verb that
-    lists them.
-    """
+    """Return names as words; of more than MOST_NAMES their number and the listing verb."""
     if len(names) > MOST_NAMES:
         return f"{len(names)}, which `{program()} {verb}` lists"
     return ", ".join(names) or "none"
 
 
 def conf_dir() -> Path:
-    """Return the folder of group files: `conf/` of the checkout, else the copy inside the installed
-    package.
-    """
+    """Return the folder of group files: that of the checkout, else of the installed package."""
     return _folder("conf", _PACKAGE)
 
 
 def recipes_dir() -> Path:
-    """Return the folder of shared recipes: `recipes/` of the checkout, else the copy inside the
-    installed package.
-    """
+    """Return the folder of shared recipes: that of the checkout, else of the installed package."""
     return _folder("recipes", _PACKAGE)
 
 
@@ -159,9 +149,7 @@ def check_folders() -> None:
 
 
 def find_config(name: str) -> Path | None:
-    """Return the file of a choice, `model/llama3_8b` or `model/mine/small`, or of `config`; None if
-    it is missing.
-    """
+    """Return the file of a choice, such as `model/llama3_8b`, or of `config`; None if missing."""
     if any(part in ("", ".", "..") for part in name.split("/")):
         return None
     files = (folder / f"{name}.yaml" for folder in folders())
@@ -184,16 +172,12 @@ def group_names() -> list[str]:
 
 
 def choices_of_group(group: str) -> list[str]:
-    """Return the choices of a group that have a file; one in a subfolder is called
-    `folder/name`.
-    """
+    """Return the choices of a group that have a file, as `name` or `folder/name`."""
     return _names_below([folder / group for folder in folders()])
 
 
 def recipe_names() -> list[str]:
-    """Return the names of recipes: those below `recipes/` of a user's folders, and the
-    shared ones.
-    """
+    """Return the names of recipes: shared ones, and those below `recipes/` of a user's folders."""
     return _names_below(_recipe_folders())
 
 
@@ -234,9 +218,7 @@ def _names_below(roots: list[Path]) -> list[str]:
 
 
 def display(path: Path) -> str:
-    """Return `path` as problems show it: a shipped file from `conf/` or `recipes/` on, others
-    unchanged.
-    """
+    """Return `path` as problems show it: a shipped file from `conf/` or `recipes/` on."""
     for root, name in ((conf_dir(), "conf"), (recipes_dir(), "recipes")):
         if path.is_relative_to(root) and root.name == name:
             return f"{name}/{path.relative_to(root).as_posix()}"

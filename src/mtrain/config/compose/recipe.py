@@ -1,6 +1,4 @@
-"""Recipes: YAML files of choices and values that others wrote. They are data, validated
-before use.
-"""
+"""Recipes: YAML files of choices and values by others, which are validated data."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ def read_recipe(name: str) -> tuple[Recipe | None, list[Problem]]:
 
 
 def reserved_keys(values: Any, document: Document, prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for every key that could make a loader run code: `_target_`, `hydra` and
-    others.
-    """
+    """Yield a problem for every key that could make a loader run code, such as `_target_`."""
     if isinstance(values, list):
         for item in values:
             yield from reserved_keys(item, document, prefix)

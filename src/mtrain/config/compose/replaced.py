@@ -56,7 +56,7 @@ def brought(
     without = [f"~{group}" for group in chosen if group in defaults]
     try:
         entries, choices = defaults_list(library, CONFIG, words)
-        # The difference of two compositions, with and without the choices, is what these bring.
+        # The choices bring the difference of two compositions, with and without them.
         before, usual = defaults_list(library, CONFIG, without)
         new = [layer(library, *entry, COMMAND_LINE) for entry in entries if entry not in before]
     except (NotComposed, ConfigError):
@@ -85,9 +85,7 @@ class Replaced:
     """Key -> the choice that replaces it, and its value in the file."""
 
     def replace(self, choices: Mapping[str, str], keys: Mapping[str, str]) -> None:
-        """Remove the whole group of each choice, and single keys, recording the choice that
-        replaces them.
-        """
+        """Remove the group of each choice, and single keys, recording what replaces them."""
         for group, choice in choices.items():
             if isinstance(self.values.get(group), dict):
                 self.gone |= {
@@ -182,9 +180,7 @@ def stays_in_its_group(library: Library, group: str, choice: str) -> bool:
 
 
 def layer(library: Library, name: str, package: str, chooser: str) -> Layer:
-    """Return the values of a file at the key that it fills; `chooser` is the origin of a layout's
-    values.
-    """
+    """Return a file's values at the key that it fills; `chooser`: the origin of a layout."""
     layout = library.layout(name)
     if layout is not None:
         return Layer(_nested(package, layout), lambda _: chooser)

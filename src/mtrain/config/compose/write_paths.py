@@ -1,6 +1,4 @@
-"""Places that a run writes to: a recipe or run file may only name places below the
-working folder.
-"""
+"""Places that a run writes to, which files may only set below the working folder."""
 
 from __future__ import annotations
 
@@ -170,7 +168,7 @@ def _plain(value: object) -> object:
 
 
 def real_path(text: str) -> str:
-    """Return the absolute path of what a user wrote, without links; "" if it can be none."""
+    """Return the absolute path of a user's text, without links; "" if it can be none."""
     try:
         return os.path.realpath(user_path(text))
     except (OSError, ValueError):
@@ -178,9 +176,7 @@ def real_path(text: str) -> str:
 
 
 def _beneath(place: str, folder: str) -> bool:
-    """Return whether a place is in a folder; the root does not count, because everything
-    is in it.
-    """
+    """Return whether a place is in a folder other than the root, which holds everything."""
     return folder not in ("", "/") and f"{place}/".startswith(f"{folder}/")
 
 

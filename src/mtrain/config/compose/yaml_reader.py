@@ -166,7 +166,9 @@ def bounded(text: str, source: str) -> None:
         ConfigError: it is nested too deep, too large, several documents, or has a tag.
         yaml.YAMLError: it is not YAML.
     """
-    depth = nodes = documents = 0
+    depth = 0
+    nodes = 0
+    documents = 0
     # Events, not nodes: nothing of a hostile file is built before it is known to be small.
     for event in yaml.parse(text, Loader=_LOADER):
         documents += isinstance(event, yaml.DocumentStartEvent)
@@ -259,9 +261,7 @@ def _explained(said: str, excerpt: str) -> str:
 
 
 class _Reader:
-    """A converter of nodes into plain values that counts them, and their depth, with every alias
-    expanded.
-    """
+    """A converter of nodes into plain values that bounds number and depth, aliases expanded."""
 
     def __init__(self, source: str, foreign: bool) -> None:
         self.source = source
@@ -269,7 +269,8 @@ class _Reader:
         self.repeated: list[str] = []
         self.lines: dict[str, int] = {}
         self.texts: dict[str, str] = {}
-        self.nodes = self.keys = 0
+        self.nodes = 0
+        self.keys = 0
 
     def value(self, node: yaml.Node, path: str, depth: int) -> Any:
         """Return the value of a node at a dotted path.
@@ -309,9 +310,7 @@ class _Reader:
     def key(
         self, node: yaml.Node, section: str, before: dict[str, Any], lines: dict[str, int]
     ) -> str:
-        """Return the name of a key and record its line; `before` are the mapping's keys so far,
-        `lines` theirs.
-        """
+        """Return the name of a key and record its line; `before`, `lines`: the mapping so far."""
         name = node.value
         line = node.start_mark.line + 1
         self.nodes += 1
@@ -339,7 +338,8 @@ class _Reader:
             raise self.refuse(
                 f"more than {MAX_KEYS} keys with every alias expanded", node, code="MT005"
             )
-        lines[name] = self.lines[path] = line
+        self.lines[path] = line
+        lines[name] = line
         return str(name)
 
     def at(self, node: yaml.Node) -> str:

@@ -100,9 +100,8 @@ def read_bytes(
         path: the file; a symbolic link is followed.
         source: how problems name it.
         limit: most bytes that are read.
-        endings: of the names that a file outside of the working folder may have; empty: any. What
-            is wrong with a file is shown with its lines, and a file of another kind may hold what
-            nobody meant to be shown.
+        endings: of the names that a file outside of the working folder may have; empty: any.
+            Problems show lines of the file, and a file of another kind may hold secrets.
 
     Raises:
         ConfigError: missing, no regular file, unreadable, too large, or refused by its name.
@@ -179,9 +178,7 @@ def files_near(path: Path) -> list[str]:
 
 
 def _refuse_foreign(path: Path, source: str, endings: Sequence[str]) -> None:
-    """Refuse a file outside of the working folder that does not ship and whose name has none of the
-    `endings`.
-    """
+    """Refuse an outside file that does not ship and has none of the `endings`."""
     # After links are followed: a link named x.yaml may lead to any file.
     real = os.path.realpath(path)
     inside = (os.path.realpath(folder) for folder in (".", conf_dir(), recipes_dir()))
@@ -307,9 +304,7 @@ def unwritable(path: Path) -> str | None:
 
 
 def _is_no_storage(place: Path) -> bool:
-    """Return whether a folder belongs to the kernel, such as /proc, which holds no user folders
-    (Linux).
-    """
+    """Return whether a folder is the kernel's, such as /proc, and holds no user files (Linux)."""
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
@@ -349,9 +344,7 @@ WHICH = "which text belongs to which image"
 
 
 def records_of(path: Path, what: str) -> tuple[Path | None, str]:
-    """Return the JSON Lines file of a folder or path, or why there is none; `what` describes its
-    contents.
-    """
+    """Return the JSON Lines file of a folder or path, or why there is none, in terms of `what`."""
     rule = unreadable(path)
     if rule is not None:
         return None, rule
@@ -385,9 +378,7 @@ BLANK = b"\xef\xbb\xbf \t\r\n"
 
 
 def kind_of_chats(path: str | None) -> str | None:
-    """Return the kind of chats, sft or preference, that a file holds by its first record; None: no
-    chats.
-    """
+    """Return the kind of chats in a file, sft or preference, by its first record; else None."""
     record = _record(path)
     if form_of(record) is not None:
         return "preference"
@@ -400,9 +391,7 @@ PreferenceForm = Literal["pairs", "labels", "scores"]
 
 
 def form_of(record: dict[str, Any]) -> PreferenceForm | None:
-    """Return the form of a preference: a pair of answers, one with a label, or several with scores;
-    None: no preference.
-    """
+    """Return the form of a preference: pair, labelled or scored answers; else None."""
     if "chosen" in record and "rejected" in record:
         return "pairs"
     if "completion" in record and "label" in record:
@@ -418,9 +407,7 @@ def form_of_preferences(path: str | None) -> PreferenceForm | None:
 
 
 def is_documents(path: str | None) -> bool:
-    """Return whether a file holds one document per line, as `{"text": ...}`, by its first
-    record.
-    """
+    """Return whether a file holds a document per line, `{"text": ...}`, by its first record."""
     return isinstance(_record(path).get("text"), str)
 
 

@@ -115,9 +115,7 @@ class Documents(Protocol):
     @property
     def num_tokens(self) -> int: ...
     def document_start(self, document: int) -> int:
-        """Return the place of a document's first token in the stream; for `num_documents`, the end
-        of the stream.
-        """
+        """Return the place of a document's first token; for `num_documents`, the stream's end."""
         ...
 
 
@@ -133,7 +131,8 @@ class TokenFiles:
         self._file = open(self.idx, "rb")  # noqa: SIM115
         try:
             size = os.fstat(self._file.fileno()).st_size
-            self.header = header = read_header(self.idx, self._file.read(HEADER.size), size)
+            header = read_header(self.idx, self._file.read(HEADER.size), size)
+            self.header = header
             # A header and its ends show a truncated or mismatched file without reading gigabytes.
             first = self._document(0)
             last = self._document(header.indices - 1)
@@ -163,9 +162,7 @@ class TokenFiles:
         return self.header.indices - 1
 
     def document_start(self, document: int) -> int:
-        """Return the place of a document's first token in the stream; for `num_documents`, the end
-        of the stream.
-        """
+        """Return the place of a document's first token; for `num_documents`, the stream's end."""
         sequence = self._document(document)
         count = self.header.count
         if not 0 <= sequence <= count:
@@ -187,9 +184,7 @@ class TokenFiles:
         return start // self.header.item_bytes
 
     def ids(self, start: int, count: int) -> tuple[int, int] | None:
-        """Return the smallest and largest of `count` token ids from a place of the stream on; None
-        if there are none.
-        """
+        """Return the smallest and largest of `count` token ids from a place on; None for none."""
         tokens = array(_LETTERS[self.header.code])
         size = self.header.item_bytes
         with open(self.bin, "rb") as file:
@@ -357,9 +352,7 @@ class Manifest:
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Return the hash of the tokenizer.json that made the tokens; None for another kind of
-        tokenizer.
-        """
+        """Return the hash of the tokenizer.json that made the tokens; None for another kind."""
         tokenizer = self.body["tokenizer"]
         return tokenizer["sha256"] if tokenizer.get("kind") == "tokenizer.json" else None
 
@@ -399,9 +392,7 @@ def dump(body: dict[str, Any]) -> bytes:
 
 
 def unwatched(data: DataConfig) -> str:
-    """Return a warning about corpora of `data=indexed` without a manifest; empty if all
-    have one.
-    """
+    """Return a warning about corpora of `data=indexed` without a manifest, else ""."""
     if data.kind != "indexed":
         return ""
     data = data.without_excluded()

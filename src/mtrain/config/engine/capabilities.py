@@ -23,9 +23,7 @@ class Capability:
 
     kind: Kind
     when: str
-    """The condition on configurations that need it, in the syntax of `config.resolve.condition`;
-    its first key is the row's.
-    """
+    """The condition that needs it, as in `config.resolve.condition`; its first key is the row's."""
     about: str
     """Its description, as a clause."""
     versions: Versions

@@ -52,9 +52,7 @@ def _fed(owner: str = "") -> dict[str, Get]:
 
 
 def _reader(path: str) -> Get:
-    """Return a reader of a key: a list in place of a tuple, nothing for a null key
-    without effect.
-    """
+    """Return a reader of a key: a tuple as a list, and nothing for null without effect."""
     read = attrgetter(path)
     null = LEFT_OUT if when_of(path) else None
 
@@ -81,9 +79,7 @@ def frees_sent(run: RunConfig) -> bool:
 
 
 def _fuses_activation(run: RunConfig) -> bool:
-    """Return whether megatron-core fuses the model's activation: plain swiglu, and dense gelu_tanh
-    with its bias.
-    """
+    """Return whether megatron-core fuses the activation: plain swiglu, dense biased gelu_tanh."""
     m = run.model
     plain = m.glu_linear_offset == 0 and m.activation_func_clamp_value is None
     fused = m.activation == "swiglu" or (
@@ -93,17 +89,13 @@ def _fuses_activation(run: RunConfig) -> bool:
 
 
 def _activation(run: RunConfig) -> str:
-    """Return the function's name; megatron-core expects the exact gelu for its fused one, which is
-    the tanh form.
-    """
+    """Return the function's name; for its fused tanh gelu, megatron-core expects `gelu`."""
     fused_gelu = run.model.activation == "gelu_tanh" and _fuses_activation(run)
     return "gelu" if fused_gelu else run.model.activation
 
 
 def _output_init_std(run: RunConfig) -> float:
-    """Return the initial deviation of matrices that add to the residual stream: smaller with depth,
-    unless sums are normed.
-    """
+    """Return the initial deviation of residual outputs, smaller with depth unless normed."""
     m = run.model
     each = 1 if m.family == "hybrid" else 2  # a hybrid's layer is a mixer or an MLP
     return _init_std(run) / (
@@ -112,9 +104,7 @@ def _output_init_std(run: RunConfig) -> float:
 
 
 def _init_std(run: RunConfig) -> float:
-    """Return the initial deviation of matrices between embedding and output layer; with muP smaller
-    with width.
-    """
+    """Return the initial deviation of hidden matrices; with muP it falls with width."""
     return run.model.init_method_std / math.sqrt(run.model.width_mult)
 
 
@@ -130,9 +120,7 @@ def main_grads_format(run: RunConfig) -> str | None:
 
 
 def _graphs(run: RunConfig) -> str:
-    """Return the scopes of CUDA graphs; up to 0.16 a whole step is one of megatron-core's own
-    scopes.
-    """
+    """Return the scopes of CUDA graphs; up to 0.16 a whole step is one of them."""
     return (
         "local" if _one_graph(run) and is_there("cuda_graph_scope") else run.trainer.cuda_graph_impl
     )
@@ -337,9 +325,7 @@ SCHEDULE_FIELDS: dict[str, Get] = {
 
 
 def values(table: Table, run: RunConfig) -> dict[str, Any]:
-    """Return the values of a table for a resolved configuration and the loaded release, without
-    fields that keep megatron-core's default.
-    """
+    """Return the values of a table for a run and the loaded release, without defaults."""
     return {
         name: value
         for name, get in table.items()
@@ -348,9 +334,7 @@ def values(table: Table, run: RunConfig) -> dict[str, Any]:
 
 
 def transformer_values(run: RunConfig) -> dict[str, Any]:
-    """Return every field of the TransformerConfig or MLATransformerConfig of a resolved
-    configuration.
-    """
+    """Return every field of a resolved run's TransformerConfig or MLATransformerConfig."""
     out = values(FIELDS, run)
     if run.model.moe is not None:
         out |= values(MOE_FIELDS, run)

@@ -1,4 +1,4 @@
-"""Number formats: the facts behind each word of a configuration."""
+"""Number formats: the facts for each word of a configuration."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ class FormatFacts:
     """The facts of a number format."""
 
     torch: str
-    """The torch dtype of its tensors; formats of eight bits and less are bytes with separate
-    scales.
-    """
+    """The torch dtype of its tensors; formats of up to eight bits are bytes with scales."""
     bits: int
     largest: float
     """Its largest number; for eight bits that of e4m3."""

@@ -105,13 +105,11 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 
 def parts_of(op: str, run: RunConfig) -> tuple[str, ...]:
-    """Return the ops of `mtrain_kernels` whose kernels run if Triton implements an operation of
-    this run.
-    """
+    """Return the ops of `mtrain_kernels` that run if Triton implements an operation."""
     parts = PARTS.get(op, (op,))
     if op == "experts" and run.precision.quantized in OURS:
         parts += ("fp8_grouped", "quantize")
-    # Optimizers of whole matrices multiply them, too, which is a kernel of its own.
+    # Optimizers of whole matrices multiply them, too, in a separate kernel.
     whole = op == "optimizer" and OPTIMIZERS[run.optim.name].whole_matrices is not None
     return (*parts, "newton_schulz") if whole else parts
 
@@ -137,7 +135,7 @@ def routes_by_lists(run: RunConfig) -> bool:
     if moe is None or k.experts == "te":
         return False
     if "moe_router" in (run.trainer.cuda_graph_modules or ()):
-        return False  # what a captured router leaves to the rest of a layer are maps
+        return False  # a captured router leaves maps to the rest of a layer
     if (k.moe_router, k.moe_permute) != ("triton", "triton") and not moe.padded:
         return False
     dropless = moe.expert_capacity_factor is None and not moe.router_padding_for_quantization
@@ -169,7 +167,7 @@ def stands_for(op: Operation, run: RunConfig, machine: Facts) -> str | None:
 def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
     """Return key -> a sentence with the reason for its implementation in a resolved run.
 
-    It names the obstacles of those that `auto` would have preferred, or the key that set it.
+    It names the obstacles of the ones that `auto` would have preferred, or the key that set it.
     """
     out: dict[str, str] = {}
     for op in OPERATIONS:
@@ -184,9 +182,7 @@ def reasons(run: RunConfig, machine: Facts) -> dict[str, str]:
 
 
 def left_to_others(run: RunConfig, machine: Facts) -> list[str]:
-    """Return the operations for which `auto` would choose Triton if its kernels had been run on
-    this generation of GPUs.
-    """
+    """Return the operations whose Triton kernels `auto` skips as unmeasured on these GPUs."""
     device = run.cluster.device
     if not facts_of(device).cuda_kernels:
         return []
@@ -216,9 +212,7 @@ def summary(run: RunConfig) -> str:
 
 
 def _auto(op: Operation, run: RunConfig, device: str, machine: Facts) -> tuple[str, dict[str, str]]:
-    """Return the choice of `auto` and the obstacles of each preferred one; earlier OPERATIONS are
-    chosen already.
-    """
+    """Return the choice of `auto`, after those of earlier OPERATIONS, and each obstacle."""
     against: dict[str, str] = {}
     for word in op.order:
         why = _unwanted(op.name, word, run, device, machine) or obstacle(
@@ -254,7 +248,7 @@ def obstacle(op: str, word: str, run: RunConfig, device: str, machine: Facts) ->
 
 
 def lacks(op: str, word: str, run: RunConfig) -> str | None:
-    """Return what an implementation lacks for this run on any device, or None."""
+    """Return the reason why an implementation cannot serve this run on any device, or None."""
     if op == "optimizer":
         return update_obstacle(word, run)
     if (op, word) == ("linear", "triton") and run.precision.quantized not in OURS:
@@ -291,7 +285,7 @@ def lacks(op: str, word: str, run: RunConfig) -> str | None:
 
 
 def _experts_lack(word: str, run: RunConfig) -> str | None:
-    """Return what an implementation of experts lacks for this run, or None."""
+    """Return the reason why an implementation of experts cannot serve this run, or None."""
     if word == "te" and run.model.moe is not None and run.model.moe.padded:
         return NO_COUNTS
     if (
@@ -312,9 +306,7 @@ def _experts_lack(word: str, run: RunConfig) -> str | None:
 
 
 def _experts_are_ours(run: RunConfig) -> str | None:
-    """Return why experts in eight bits need our linear layers instead of TransformerEngine's, or
-    None.
-    """
+    """Return why experts in eight bits need our linear layers and not TransformerEngine's."""
     moe = run.model.moe
     word = run.kernels.experts
     if moe is None:
@@ -422,9 +414,7 @@ def _unwanted(op: str, word: str, run: RunConfig, device: str, machine: Facts) -
 
 
 def _not_run(op: str, run: RunConfig) -> str | None:
-    """Return why `auto` skips Triton's kernels on a generation of GPUs without admitted results, or
-    None.
-    """
+    """Return why `auto` skips Triton's kernels on a generation without admitted results."""
     anyway = f"kernels.{op}=triton takes them anyway"
     if run.cluster.sm is None:
         return (
@@ -461,9 +451,7 @@ KEYS = ("default", *(op.name for op in OPERATIONS))
 def problems(
     run: RunConfig, machine: Facts, origins: Mapping[str, str], keys: Sequence[str] = KEYS
 ) -> Iterator[Problem]:
-    """Return a problem for each named implementation that this machine cannot run (a rule covers te
-    on a wrong device).
-    """
+    """Return a problem for each named implementation that this machine cannot run."""
     for key in keys:
         yield from _problem(run, machine, origins, key)
 
@@ -509,9 +497,7 @@ def sums_apart(run: RunConfig) -> str | None:
 
 
 def operands_apart(run: RunConfig) -> str | None:
-    """Return why norms and SwiGLU do not quantise for the next linear layers, or None if
-    they do.
-    """
+    """Return why norms and SwiGLU do not quantise for the next linear layers, or None."""
     k = run.kernels
     m = run.model
     if run.precision.quantized not in ("tensorwise", "blockwise") or k.linear != "triton":
@@ -525,9 +511,7 @@ def operands_apart(run: RunConfig) -> str | None:
 
 
 def positions_apart(run: RunConfig) -> str | None:
-    """Return why queries and keys are not normed and rotated as they are unpacked, or None if they
-    are.
-    """
+    """Return why queries and keys are not normed and rotated as they are unpacked, or None."""
     m = run.model
     k = run.kernels
     if m.mla is not None:
@@ -565,9 +549,7 @@ FUSIONS: dict[str, tuple[str, Callable[[RunConfig], str | None]]] = {
 
 
 def fusions(run: RunConfig) -> dict[str, str]:
-    """Return, for each operation that Triton runs, the extra work of its kernel or the reason
-    against it.
-    """
+    """Return the extra work of each operation's Triton kernel, or the reason against it."""
     out = {}
     for name, (words, apart) in FUSIONS.items():
         if getattr(run.kernels, name) == "triton":

@@ -32,9 +32,7 @@ _MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The releases from `first` up to, but not including, `before`; without `before` all later
-    ones.
-    """
+    """The releases from `first` up to, but not including, `before`, if there is one."""
 
     first: Release = SUPPORTED[0]
     before: Release | None = None
@@ -123,13 +121,13 @@ FSDP2 = "TorchFullyShardedDataParallelConfig"
 OPTIMIZER = "OptimizerConfig"
 SCHEDULER = "OptimizerParamScheduler"
 DATA = "GPTDatasetConfig"
-# Configurations whose every field is accounted for; a subclass only for what it adds.
+# Configurations whose every field is accounted for; a subclass only for its additions.
 OWNERS = (TRANSFORMER, LATENT, GPT, DDP, FSDP2, OPTIMIZER, SCHEDULER, DATA)
 
 _VERSIONS = {"since 0.19": SINCE_0_19, "until 0.16": UNTIL_0_16}
 _FACTS: dict[str, Any] = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
 
-# `Owner.field` -> why the tables set it, whatever the keys say.
+# `Owner.field` -> why the tables set it, whatever the keys are.
 FIXED_IN_TABLES: dict[str, str] = _FACTS["fixed_in_tables"]
 
 

@@ -1,6 +1,4 @@
-"""The device facts that a configuration needs before torch is imported, by the name that a user
-writes.
-"""
+"""The device facts that a configuration needs before torch is imported, by device name."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ class DeviceFacts:
 
     name: str
     on_host: bool = False
-    """Ranks are processes on the cores and in the memory of their machine, as many as a layout
-    needs.
-    """
+    """Ranks are processes on their machine's cores, as many as a layout needs."""
     counted: bool = False
     """`Machine.gpus` counts those of this machine, and `auto` takes them where there are enough."""
     cuda_kernels: bool = False
@@ -37,9 +33,7 @@ class DeviceFacts:
     fused_adam: bool = False
     """torch's Adam updates a weight of it in one pass."""
     fork_safe: bool = False
-    """Ranks may be forked from a process that has imported torch; elsewhere each has an interpreter
-    of its own.
-    """
+    """Ranks may be forked from a process with torch; else each has its own interpreter."""
 
 
 CPU = DeviceFacts(name="cpu", on_host=True, fused_adam=True, fork_safe=True)

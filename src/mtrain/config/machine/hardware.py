@@ -1,6 +1,6 @@
 """The machine as this process may use it: cores and memory within its control group, and GPUs.
 
-Everything is read from files under `/dev`, `/proc` and `/sys`, for which `root` stands for `/`; of
+Everything is read from files under `/dev`, `/proc` and `/sys`, with `root` in place of `/`; of
 NVIDIA's GPUs the driver's own library knows more (`config/machine/nvml.py`).
 """
 
@@ -85,7 +85,7 @@ def nvidia_gpus(
     the driver's.
 
     Without the driver's library they are counted by device files: `/dev/nvidia0` and on, or
-    `/dev/dxg` of WSL2, which stands for one GPU or several.
+    `/dev/dxg` of WSL2, which may be one GPU or several.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if driver is not None:
@@ -98,7 +98,7 @@ def nvidia_gpus(
 
 
 def tasks_here(environment: Mapping[str, str]) -> int:
-    """Return the tasks of this SLURM step on this machine if each sees one GPU of its own, else 0.
+    """Return the tasks of this SLURM step on this machine if each sees its own GPU, else 0.
 
     `--gpus-per-task=1` and `--ntasks-per-gpu=1` do so; the machine then has a GPU for each task.
     """
@@ -152,9 +152,7 @@ def cuda_of_torch() -> str | None:
 
 
 def _built_for(platform: str) -> str | None:
-    """Return the release of a platform in the installed torch's `version.py`; empty: torch is for
-    another one.
-    """
+    """Return the platform's release in the installed torch's `version.py`; else empty."""
     spec = find_spec("torch")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         text = _text(Path(place) / "version.py")

@@ -82,9 +82,7 @@ def names(package: str, group: str) -> list[str]:
 
 
 def has_sink(name: str) -> bool:
-    """Return whether the modules that a sink needs are there; none is imported, apart from the
-    packages around them.
-    """
+    """Return whether the modules of a sink are there, without importing them."""
     for module in SINK_MODULES.get(name, ()):
         try:
             if find_spec(module) is None:

@@ -30,9 +30,7 @@ ENABLED = 1
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or an instance of a partitioned one, as the driver describes it; 0 or empty: the
-    driver does not say.
-    """
+    """A GPU or MIG instance as the driver describes it; 0 or empty: unknown."""
 
     name: str
     uuid: str = ""

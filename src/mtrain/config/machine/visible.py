@@ -38,7 +38,7 @@ class Seen:
     fix: str = ""
     """The value to set instead, in words."""
     on_purpose: bool = True
-    """True where the variable was meant to hide what it hides."""
+    """True if the variable hides GPUs on purpose."""
     driver: Driver | None = None
 
     @property
@@ -67,7 +67,7 @@ def counted(gpus: int, visible: str | None) -> Seen:
 
 def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
     """Return the GPUs as `Seen`; of instances of partitioned GPUs CUDA shows only the first."""
-    instance = next((gpu for gpu in found if _is_instance(gpu)), None)
+    instance = next((gpu for gpu in found if gpu.uuid.startswith("MIG-")), None)
     gpus = tuple(found) if instance is None else (instance,)
     if len(gpus) < len(found) and not fault:
         others = (
@@ -76,10 +76,6 @@ def _seen(found: Sequence[Gpu], fault: str, fix: str, on_purpose: bool) -> Seen:
         )
         return Seen(len(gpus), gpus, others, "one rank, or GPUs that are not partitioned", True)
     return Seen(len(gpus), gpus, fault, fix, on_purpose)
-
-
-def _is_instance(gpu: Gpu) -> bool:
-    return gpu.uuid.startswith("MIG-")
 
 
 def _device(gpu: Gpu) -> Gpu | None:
@@ -107,9 +103,7 @@ class _Named:
         self.unknown: list[str] = []
 
     def place(self, entry: str) -> Place | None:
-        """Return the place that a number, a UUID or an unambiguous beginning of one names; None: it
-        names none.
-        """
+        """Return the place that a number, a UUID or an unambiguous beginning names; else None."""
         # CUDA reads the digits at the start of an entry and ignores the rest.
         number = re.match(r"\+?\d+", entry)
         if number:
@@ -128,9 +122,7 @@ class _Named:
 
 
 def _listed(text: str, named: _Named) -> tuple[list[Place], str, bool]:
-    """Return the listed places, the mistake in the variable, and whether it hides GPUs on
-    purpose.
-    """
+    """Return the listed places, the variable's mistake, and whether it hides GPUs on purpose."""
     places: list[Place] = []
     entries = [entry.strip() for entry in text.split(",")]
     written = f"{VARIABLE}={text}"
@@ -179,9 +171,7 @@ class Known:
 
 
 def known(name: str) -> Known | None:
-    """Return the description of a GPU by name, from the first folder of choices that has one; None
-    if no folder does.
-    """
+    """Return the description of a GPU by name from the first folder with one, or None."""
     return _known(name, tuple(folders()))
 
 

@@ -99,5 +99,5 @@ def _change(code: Code) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text as a cell of a table: in one line, without a bar of its own."""
+    """Return text as a cell of a table: in one line, without a `|`."""
     return " ".join(text.split()).replace("|", "\\|")

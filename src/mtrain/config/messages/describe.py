@@ -36,7 +36,7 @@ EFFECTS = {
     ),
     Effect.RUNTIME: "runtime: names, places, limits, output; no weight",
 }
-"""Effect -> what a change of the key changes, in words."""
+"""Effect -> the consequence of changing the key, in words."""
 
 _PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 _BOUNDS = {
@@ -49,9 +49,7 @@ _BOUNDS = {
 
 
 def type_of(path: str) -> str:
-    """Return a key's type in words: `a whole number, at least 1, or null`; empty for an unknown
-    key.
-    """
+    """Return a key's type in words, such as `a whole number, at least 1, or null`."""
     field = field_of(path)
     if field is None:
         return ""
@@ -62,7 +60,7 @@ def type_of(path: str) -> str:
 
 
 def default_of(path: str) -> str:
-    """Return the default as YAML; `(required)` where there is none."""
+    """Return the default as YAML; `(required)` without one."""
     field = field_of(path)
     value = field.get_default(call_default_factory=True) if field is not None else PydanticUndefined
     return "(required)" if value is PydanticUndefined else spell(_as_data(value))

@@ -1,6 +1,4 @@
-"""The page of all keys with the fields of megatron-core that they feed, and of all fields without a
-key.
-"""
+"""The page of all keys with the fields of megatron-core, and of all fields without a key."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ fields of megatron-core that no key feeds, and why.
 
 
 def fed() -> dict[str, list[str]]:
-    """Return key -> the fields it feeds, for models with experts and linear attention, sparse MLA,
-    and hybrids, together.
-    """
+    """Return key -> the fields it feeds in models with experts, MLA, hybrids and others."""
     experts = MoEConfig(num_experts=2, ffn_hidden_size=64)
     plain = ModelConfig.model_validate({**example_section(ModelConfig), "moe": experts})
     plain = plain.model_copy(update={"linear_attention": LinearAttentionConfig()})
@@ -52,9 +48,7 @@ def fed() -> dict[str, list[str]]:
 
 
 def _owned(field: str) -> str:
-    """Return a field under the class that declares it, because the MLA configuration inherits all
-    fields of the other.
-    """
+    """Return a field under its declaring class: MLA's configuration inherits all others."""
     owner, _, name = field.partition(".")
     inherited = owner == facts.LATENT and (
         name not in core_fields.MLA_FIELDS or name == "multi_latent_attention"

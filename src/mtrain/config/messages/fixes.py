@@ -100,7 +100,7 @@ class _Trial:
 
         Null does not replace a number: zero minutes do not mean the default minutes.
         """
-        # What a person wrote is never replaced by a value of ours.
+        # A fix never replaces a person's value by mtrain's.
         said = (isinstance(value, (str, list)) and len(value) > 0) or (
             is_number(value) and self.held.get(path) is None
         )
@@ -148,9 +148,7 @@ class _Trial:
             return False
 
     def _said(self, run: UnresolvedRun, *, unusual: bool) -> set[tuple[str, str]]:
-        """Return the findings of the rules for a run; warnings and missing inputs count only if
-        nothing `unusual` may remain.
-        """
+        """Return the findings for a run; unless `unusual`, warnings and missing inputs count."""
         found = findings(self.resolve(run), self.answers)
         return {
             (f.code, f.path)
@@ -161,7 +159,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout string and the values of the group `parallel` that it stands for."""
+    """A layout string and the values of the group `parallel` that it means."""
 
     word: str
     values: dict[str, Any]

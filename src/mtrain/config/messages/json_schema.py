@@ -40,7 +40,7 @@ def json_schema(kind: str) -> Json:
     has the keys of its group.
 
     Raises:
-        KeyError: there is no such kind.
+        KeyError: the kind is unknown.
     """
     if kind == "recipe":
         return _finished(_recipe(), "A recipe of mtrain: choices, values, and words about itself.")
@@ -75,9 +75,7 @@ class _Draft07(GenerateJsonSchema):
 
 
 def _described(part: Json) -> Json:
-    """Return a part of a schema with its description in one line, and its reference in `allOf` if
-    it has one.
-    """
+    """Return a part of a schema with a one-line description, and any reference in `allOf`."""
     words = " ".join(part["description"].split()) if "description" in part else None
     described = part if words is None else {**part, "description": words}
     # Next to `$ref`, draft-07 ignores every other word, the description included.
@@ -97,9 +95,7 @@ def _schema_of(model: type[BaseModel]) -> Json:
 
 
 def _recipe() -> Json:
-    """Return the schema of a recipe: nothing is required, and a value may be a reference to another
-    key.
-    """
+    """Return the schema of a recipe, in which a value may be a reference to another key."""
     whole = _schema_of(UnresolvedRun)
     definitions = {name: _partial(section) for name, section in whole["definitions"].items()}
     definitions |= {"RecipeConfig": whole["definitions"]["RecipeConfig"], "Reference": REFERENCE}
@@ -109,14 +105,10 @@ def _recipe() -> Json:
         "properties": {
             "recipe": {"$ref": "#/definitions/RecipeConfig"},
             "defaults": _choices(),
-            **_groups(whole),
+            **{group: whole["properties"][group] for group in GROUPS},
         },
         "definitions": definitions,
     }
-
-
-def _groups(whole: Mapping[str, Any]) -> Json:
-    return {group: whole["properties"][group] for group in GROUPS}
 
 
 def _partial(section: Mapping[str, Any]) -> Json:
@@ -129,9 +121,7 @@ def _partial(section: Mapping[str, Any]) -> Json:
 
 
 def _or_reference(part: Json) -> Json:
-    """Return the schema of a value or of `${another.key}`; sections and free text stay as
-    they are.
-    """
+    """Return the schema of a value or `${another.key}`; sections and free text stay."""
     inner = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
     # Text already accepts `${...}`, and a mapping cannot be a reference.
     if any(

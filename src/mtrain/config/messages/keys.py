@@ -1,6 +1,4 @@
-"""Every key, suggestions for misspelt keys, the names that other systems use, and texts read as
-values.
-"""
+"""Every key, suggestions for misspelt keys, names in other systems, and texts as values."""
 
 from __future__ import annotations
 
@@ -99,18 +97,20 @@ def _all_keys() -> dict[str, FieldInfo]:
 
 
 def field_of(path: str) -> FieldInfo | None:
-    """Return the schema's field at `path`, sections included; None where there is none."""
+    """Return the schema's field at `path`, sections included; None if the schema has none."""
     return _all_keys().get(path)
 
 
 @cache
 def keys() -> dict[str, Key]:
     """Return the schema's annotation of each key and section."""
-    none = Key()
-    return {
-        path: next((item for item in field.metadata if isinstance(item, Key)), none)
-        for path, field in _all_keys().items()
-    }
+    out: dict[str, Key] = {}
+    for path, field in _all_keys().items():
+        key = next((item for item in field.metadata if isinstance(item, Key)), Key())
+        section, _, name = path.rpartition(".")
+        outer = section_in(_all_keys()[section].annotation) if section else None
+        out[path] = key.named(f"{getattr(outer, 'core_prefix', '')}{name}")
+    return out
 
 
 def key_of(path: str) -> Key:
@@ -137,9 +137,7 @@ def when_of(path: str) -> str:
 
 @cache
 def foreign() -> dict[str, str]:
-    """Return the key for each name of megatron-core's fields, Megatron-LM's flags and Hugging
-    Face's configs.
-    """
+    """Return the key for each name of megatron-core's, Megatron-LM's and Hugging Face's."""
     # A name that a key here already has must not point to another key.
     own = {path.rpartition(".")[2] for path in schema_keys()}
     out: dict[str, str] = {}
@@ -165,15 +163,13 @@ def _words_of_flag(flag: Flag | None) -> list[str]:
 
 
 def flag_of(path: str) -> Flag | None:
-    """Return the Megatron-LM flag that sets only the key at `path`; None if there is none."""
+    """Return the Megatron-LM flag that sets only the key at `path`; None without one."""
     flag = key_of(path).flag
-    return Flag(flag) if isinstance(flag, str) and flag else flag or None
+    return flag if isinstance(flag, Flag) else None
 
 
 def choices_of(path: str) -> tuple[str, ...]:
-    """Return the choices of a key, of the items of its list or of the names in its table; empty for
-    an open set.
-    """
+    """Return the choices of a key, of its list's items or its table's names; else empty."""
     field = field_of(path) or (
         field_of(path.rpartition(".")[0]) if path.rpartition(".")[2].isdigit() else None
     )
@@ -237,9 +233,7 @@ def _suggested(path: str) -> tuple[list[str], str]:
 
 
 def is_under_a_value(path: str) -> bool:
-    """Return whether a dotted key continues below a key with a plain value, as in
-    `model.num_layers.x`.
-    """
+    """Return whether a dotted key continues below a plain key, as `model.num_layers.x`."""
     names = path.split(".")
     above = [field_of(".".join(names[:i])) for i in range(1, len(names))]
     return any(
@@ -250,9 +244,7 @@ def is_under_a_value(path: str) -> bool:
 
 @cache
 def is_content(key: str) -> bool:
-    """Return whether a key takes free text, a list or a mapping instead of a number, a switch or a
-    choice.
-    """
+    """Return whether a key takes free text, a list or a mapping."""
     field = field_of(key)
     return field is not None and key not in PLUG_INS and _is_free(field.annotation)
 
@@ -275,7 +267,7 @@ _DASHES = dict.fromkeys("‐‑‒–—―−", "-")
 LOOKALIKES = str.maketrans(
     {**_CYRILLIC, **_CAPITALS, **_GREEK, **_DASHES, "ı": "i", "’": "'", "“": '"', "”": '"'}
 )
-"""Letters of other alphabets that look like ours (Unicode's confusables) and typographic signs."""
+"""Letters of other alphabets that look Latin (Unicode's confusables) and typographic signs."""
 TRUE = ("true", "yes", "y", "on", "t", "1", "enabled")
 FALSE = ("false", "no", "n", "off", "f", "0", "disabled")
 NULL = ("null", "none", "nil", "~", "", "undefined")
@@ -312,9 +304,7 @@ def as_name(value: Any) -> str:
 
 
 def readings(path: str, value: Any) -> Iterator[list[Any]]:
-    """Yield values of other types that `value` at the key `path` may have meant, most
-    likely first.
-    """
+    """Yield values of other types that `value` at `path` may have meant, likeliest first."""
     if isinstance(value, list) and len(value) == 1:
         # Words come first: `on` and `1` are switches wherever a key takes them.
         yield [value[0]]
@@ -351,7 +341,7 @@ def _kinds(number: Decimal) -> Iterator[Any]:
 
 
 def _numbers(path: str, text: str) -> Iterator[Decimal]:
-    """Yield the numbers that a text with separators, a unit or a stray letter may stand for."""
+    """Yield the numbers that a text with separators, a unit or a stray letter may mean."""
     match = _NUMBER.match(text)
     if match is None or len(text) > 64:
         return

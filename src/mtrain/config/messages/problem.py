@@ -47,9 +47,7 @@ def plain(value: Any) -> Any:
 
 
 def distinct(problems: Sequence[Problem]) -> list[Problem]:
-    """Return `problems` without duplicates; a refused reference causes no second problem about its
-    type.
-    """
+    """Return `problems` without duplicates, or a second problem of a refused reference."""
     seen: dict[tuple[str, str, str, str], Problem] = {}
     refused_at: set[str] = set()
     for problem in problems:

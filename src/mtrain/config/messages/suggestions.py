@@ -95,9 +95,7 @@ def accepts(path: str, value: Any) -> bool:
 
 
 def taken(path: str, value: Any) -> list[Any]:
-    """Return the values that the key at `path` accepts and `value` may have meant: the likeliest,
-    then equally likely ones.
-    """
+    """Return the values that a key accepts and `value` may have meant, likeliest first."""
     for group in readings(path, value):
         out: list[Any] = []
         for reading in group:
@@ -131,10 +129,10 @@ def suggestions(path: str, value: Any) -> list[str]:
     known = _WORDS.get(str(value).lower(), value)
     with suppress(TypeError):
         known = CONVERTED.get(last, lambda v: v)(known)
-        # --no-bias sets add_bias=false: the flag of the other system says the opposite.
+        # --no-bias sets add_bias=false: the flag of the other system is the opposite.
         known = not known if last in opposites() and isinstance(known, bool) else known
     fitting = [override(key, known) for key in near if accepts(key, known)]
-    # A text is accepted by many keys and says nothing about which was meant.
+    # Many keys accept a text, so it does not identify one.
     fitting = fitting or [
         override(key, reading)
         for key in near
@@ -170,9 +168,7 @@ def is_number(value: Any) -> bool:
 
 
 def as_shipped(path: str) -> str:
-    """Return the override that sets a key to the value of its group's default choice; empty if that
-    sets none.
-    """
+    """Return the override to the value of the group's default choice; else empty."""
     group, _, key = path.partition(".")
     choice = default_choices()[0].get(group, "")
     file = find_config(f"{group}/{choice}")
@@ -252,9 +248,7 @@ def layouts_near(word: str) -> list[str]:
 
 
 def spelled(group: str, value: object) -> str:
-    """Return the choice whose unquoted name YAML reads as a value (1.10 as 1.1); else the value as
-    text.
-    """
+    """Return the choice whose name YAML reads as a value (1.10 as 1.1); else the text."""
     return next((name for name in choices_of_group(group) if scalar(name) == value), str(value))
 
 
@@ -279,17 +273,13 @@ def with_choices(change: Mapping[str, Any]) -> str:
 
 
 def chooses(group: str, choice: str) -> str:
-    """Return the argument that makes a choice; a group without a default choice needs a
-    leading +.
-    """
+    """Return the argument that makes a choice, with a + for a group without a default."""
     known = group in GROUPS or group in default_choices()[0]
     return f"{'' if known else '+'}{group}={choice}"
 
 
 def choice_fix(group: str, text: str) -> str:
-    """Return overrides that an unknown choice may have meant, best first; the default for a word
-    like "none".
-    """
+    """Return overrides that an unknown choice may have meant, best first."""
     near = near_choice(text, choices_of_group(group))
     if group == "parallel":
         near = layouts_near(text) or near
@@ -304,9 +294,7 @@ def choice_fix(group: str, text: str) -> str:
 
 
 def bare_word(word: str) -> list[str]:
-    """Return the settings that a word without `=` may have meant: a choice, a layout, a recipe or
-    `key:value`.
-    """
+    """Return the settings that a word without `=` may have meant, such as a choice."""
     key, _, value = word.partition(":")
     path = as_key(key)
     if value and (field_of(path) is not None or path in GROUPS):

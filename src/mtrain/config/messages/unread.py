@@ -1,6 +1,4 @@
-"""Values that the grammar of the command line cannot read, or that stand for no run, and
-suggestions.
-"""
+"""Values that the command line's grammar cannot read or that make no run, and suggestions."""
 
 from __future__ import annotations
 
@@ -24,16 +22,14 @@ FORMS = {
     "sort": "sort(B,A)",
     "shuffle": "shuffle(A,B)",
 }
-"""Functions that stand for several values."""
+"""Functions that produce several values."""
 ALONE = "a function of several values must be the whole value, not inside or next to another one"
 _CALL = re.compile(r"([A-Za-z_]+)\s*[(\[](.*)\Z", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
 
 
 def names_of(key: str) -> list[str]:
-    """Return the values that a key can name: the files of a group, the shared recipes,
-    its choices.
-    """
+    """Return the values that a key can name: files of a group, shared recipes, or choices."""
     if key == "recipe":
         return recipe_names()
     # +group=choice adds a choice, and its names are those of the group.
@@ -103,7 +99,7 @@ def _why_no_range(parts: list[str], said: str) -> str:
 def meant(key: str, text: str, *, sweep: bool) -> str:
     """Return overrides that a value may have meant, each tried against the grammar and the key.
 
-    With `sweep` they may stand for several values; if none works, return words about how to write
+    With `sweep` they may produce several values; if none works, return words about how to write
     them.
     """
     found = (
@@ -206,9 +202,7 @@ def values_of(key: str, text: str) -> list[str]:
 
 
 def _works(key: str, text: str, *, sweep: bool) -> bool:
-    """Return whether a text can be read, stands for at least one run, and has values that the key
-    accepts.
-    """
+    """Return whether a text is readable, makes at least one run, and fits the key."""
     if not text:
         return False
     try:

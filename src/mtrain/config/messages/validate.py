@@ -76,6 +76,13 @@ _KINDS = {
     "model_attributes_type": "a mapping of keys",
     "finite_number": "a finite number",
 }
+# pydantic's errors of a list with too many or too few items.
+_COUNTS = (
+    "missing_positional_argument",
+    "unexpected_positional_argument",
+    "too_long",
+    "too_short",
+)
 
 
 _PATTERNS = {
@@ -90,9 +97,7 @@ _PATTERNS = {
 
 
 def validate(values: Mapping[str, Any], where: Where) -> tuple[UnresolvedRun | None, list[Problem]]:
-    """Validate `values` against the schema; return the configuration or a bounded list of
-    problems.
-    """
+    """Validate `values` by the schema; return the configuration, or bounded problems."""
     known = dict(leaves(values))
     wrong = [
         _huge(path, number, where)
@@ -111,7 +116,7 @@ def validate(values: Mapping[str, Any], where: Where) -> tuple[UnresolvedRun | N
             if whole(".".join(map(str, e["loc"]))) not in named
         ]
         others = (problem for e in found for problem in _problems(e, where, known))
-        # One more than the limit, so that the error can say that there are others.
+        # One more than the limit, so that the error can mention the others.
         return None, [*wrong, *islice(others, MAX_PROBLEMS + 1)]
     return (None, wrong) if wrong else (run, [])
 
@@ -143,27 +148,13 @@ def _problems(
     value = error["input"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        # An unknown section: report its keys one by one, since each may have a home elsewhere.
-        # A near key that takes the whole mapping is the one that was meant.
-        near, why = suggest(path)
-        is_section = isinstance(value, dict) and value and not why and path not in GROUPS
-        if is_section and all(_is_section(key) or not accepts(key, value) for key in near):
-            for leaf, inner in leaves(value, path):
-                yield unknown_key(leaf, inner, where)
-        else:
-            yield unknown_key(path, value, where)
+        yield from _unknown(path, value, where)
     # pydantic reports a list that is too short as missing items.
-    elif kind == "missing" and path.rpartition(".")[2].isdigit():
+    elif kind in _COUNTS or (kind == "missing" and path.rpartition(".")[2].isdigit()):
         yield _length(path, value, where)
     elif kind == "missing":
-        yield Problem(
-            "MT015",
-            path,
-            None,
-            "is required and nothing sets it",
-            _required(path, values),
-            where(path),
-        )
+        rule = "is required and nothing sets it"
+        yield Problem("MT015", path, None, rule, _required(path, values), where(path))
     # An import leaves null where it cannot know; the reader needs a remark, not a type.
     elif value is None and path in OPEN:
         yield unfilled(path, where(path))
@@ -173,34 +164,36 @@ def _problems(
         yield _literal(path, value, where, values)
     elif kind in _KINDS:
         yield _wrong_type(path, kind, value, where, values)
-    elif kind in (
-        "missing_positional_argument",
-        "unexpected_positional_argument",
-        "too_long",
-        "too_short",
-    ):
-        yield _length(path, value, where)
-    elif kind == "string_pattern_mismatch":
+    else:
+        yield Problem("MT014", path, value, *_text(path, kind, value, context), where(path))
+
+
+def _unknown(path: str, value: Any, where: Where) -> Iterator[Problem]:
+    """Yield the problem of an unknown key, or of each key of an unknown section, since each may
+    have a home elsewhere.
+    """
+    near, why = suggest(path)
+    is_section = isinstance(value, dict) and value and not why and path not in GROUPS
+    # The user meant a near key that takes the whole mapping.
+    if is_section and all(_is_section(key) or not accepts(key, value) for key in near):
+        for leaf, inner in leaves(value, path):
+            yield unknown_key(leaf, inner, where)
+    else:
+        yield unknown_key(path, value, where)
+
+
+def _text(path: str, kind: str, value: Any, context: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the rule that a text breaks, and the fix."""
+    if kind == "string_pattern_mismatch":
         pattern = str(context.get("pattern"))
         rule = f"must be {_PATTERNS.get(pattern, f'text that matches {pattern}')}"
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", as_name(value)).strip("-._")
-        yield Problem(
-            "MT014",
-            path,
-            value,
-            rule,
-            override(path, name) if accepts(path, name) else _unset(path, None),
-            where(path),
-        )
-    elif kind == "string_too_long":
-        rule = f"has {len(value)} letters; at most {context['max_length']} are allowed"
-        yield Problem(
-            "MT014", path, value, rule, override(path, value[: context["max_length"]]), where(path)
-        )
-    else:
-        yield Problem(
-            "MT014", path, value, "is not what the key takes", _unset(path, value), where(path)
-        )
+        return rule, override(path, name) if accepts(path, name) else _unset(path, None)
+    if kind == "string_too_long":
+        most = context["max_length"]
+        rule = f"has {len(value)} letters; at most {most} are allowed"
+        return rule, override(path, value[:most])
+    return "is not what the key takes", _unset(path, value)
 
 
 def _is_section(path: str) -> bool:
@@ -251,7 +244,7 @@ def _bound(
         step = 1 if kind == "greater_than" else -1
         near = bound + step if whole else -value
         fix = override(path, near) if accepts(path, near) else _unset(path, value)
-    if field_of(path) is None:  # an item of a list, which no other number may stand for
+    if field_of(path) is None:  # an item of a list, which no other number can replace
         fix = ""
     return Problem("MT014", path, value, f"must be {words} {bound}", fix, where(path))
 
@@ -296,9 +289,7 @@ def _wrong_type(
 
 
 def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem:
-    """Return the problem of a text in place of a group's keys: `lr:1e-3` without the space, or a
-    choice.
-    """
+    """Return the problem of a text for a group's keys: `lr:1e-3` without space, or a choice."""
     pairs = re.findall(r"([A-Za-z_][A-Za-z0-9_-]*)\s*[:=]\s*(\S+)", text)
     known = [
         (as_key(key), value)
@@ -319,9 +310,7 @@ def _text_for_a_group(group: str, text: str, rule: str, where: Where) -> Problem
 
 
 def _converted(path: str, value: Any) -> str:
-    """Return overrides that a value of another type may have meant; the default if it means
-    "nothing".
-    """
+    """Return overrides that a value of another type may have meant, or the default."""
     meant = " or ".join(override(path, reading) for reading in taken(path, value)[:2])
     return meant or (at_default(path) if is_nothing(value) else _unset(path, value))
 
@@ -338,19 +327,17 @@ def _unset(path: str, value: Any) -> str:
 
 
 def _item_as(kind: str) -> Callable[[Any], Any]:
-    """Return what one item of the wrong type may have meant."""
+    """Return the likely meaning of one item of the wrong type."""
     if kind.startswith("int"):
         return lambda item: round(item) if isinstance(item, float) and math.isfinite(item) else item
     return lambda item: as_name(item) if kind == "string_type" else item
 
 
 def _items(path: str, values: Mapping[str, Any], meant: Callable[[Any], Any]) -> str:
-    """Return the list around the item at `path` with its items as meant; empty if the key rejects
-    it.
-    """
+    """Return the list around the item at `path` with its items as meant; else empty."""
     outer = whole(path)
     said = values.get(outer)
-    # Repeat the whole list: a fix must be a setting, and an item has no key of its own.
+    # Repeat the whole list: a fix must be a setting, and an item has no key.
     items = (
         [meant(item) for item in said] if isinstance(said, list) and len(said) <= MAX_ITEMS else []
     )

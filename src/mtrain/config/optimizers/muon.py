@@ -11,7 +11,7 @@ from pydantic import Field
 
 from mtrain.config.engine.formats import MainFormat
 from mtrain.config.optimizers import adamw
-from mtrain.config.schema.base import Beta, Flag, Key, PositiveFloat, Section
+from mtrain.config.schema.base import SAME, Beta, Flag, Key, PositiveFloat, Section
 from mtrain.config.schema.optimizer import (
     NO_MATRICES,
     Optimizer,
@@ -28,29 +28,24 @@ class MuonConfig(Section):
     2024); the rest is updated by adamw.
     """
 
-    momentum: Annotated[
-        Beta | None, Key(feeds="muon_momentum", null=0.95, flag=Flag("--muon-momentum", absent=0.9))
-    ] = None
+    core_prefix = "muon_"
+
+    momentum: Annotated[Beta | None, Key(feeds=SAME, null=0.95, flag=Flag(SAME, absent=0.9))] = None
     """Decay of the average of gradients; null: 0.95."""
     use_nesterov: Annotated[
-        bool | None,
-        Key(feeds="muon_use_nesterov muon_nesterov", null=True, flag="--muon-use-nesterov"),
+        bool | None, Key(feeds="muon_use_nesterov muon_nesterov", null=True, flag=SAME)
     ] = None
     """The newest gradient counts once more; null: true."""
     num_ns_steps: Annotated[
         Annotated[int, Field(ge=1, le=100)] | None,
-        Key(feeds="muon_num_ns_steps", null=5, flag=Flag("--muon-num-ns-steps", absent=5)),
+        Key(feeds=SAME, null=5, flag=Flag(SAME, absent=5)),
     ] = None
     """Newton-Schulz steps that bring singular values near 1; null: 5."""
     ns_dtype: MainFormat | None = None
     """Format that those steps multiply in; null: fp32 for fp32 weights, else bf16."""
     scale_mode: Annotated[
         Literal["spectral", "shape_scaling", "unit_rms_norm"] | None,
-        Key(
-            feeds="muon_scale_mode",
-            null="spectral",
-            flag=Flag("--muon-scale-mode", absent="spectral"),
-        ),
+        Key(feeds=SAME, null="spectral", flag=Flag(SAME, absent="spectral")),
     ] = None
     """Factor of an orthogonal matrix with r rows and c columns.
 
@@ -58,26 +53,18 @@ class MuonConfig(Section):
     spectral.
     """
     extra_scale_factor: Annotated[
-        PositiveFloat | None,
-        Key(
-            feeds="muon_extra_scale_factor",
-            null=0.2,
-            flag=Flag("--muon-extra-scale-factor", absent=1.0),
-        ),
+        PositiveFloat | None, Key(feeds=SAME, null=0.2, flag=Flag(SAME, absent=1.0))
     ] = None
     """And by this; null: 0.2, with which spectral steps are about as large as those of adamw (Liu
     et al. 2025).
     """
     split_qkv: Annotated[
-        bool | None,
-        Key(feeds="muon_split_qkv", null=True, flag=Flag("--muon-no-split-qkv", off=True)),
+        bool | None, Key(feeds=SAME, null=True, flag=Flag("--muon-no-split-qkv", off=True))
     ] = None
     """Queries, keys and values are matrices of their own; null: true."""
     tp_mode: Annotated[
         Literal["duplicated", "blockwise"] | None,
-        Key(
-            feeds="muon_tp_mode", null="duplicated", flag=Flag("--muon-tp-mode", absent="blockwise")
-        ),
+        Key(feeds=SAME, null="duplicated", flag=Flag(SAME, absent="blockwise")),
     ] = None
     """A matrix that is sharded over tensor-parallel ranks.
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from mtrain.config.optimizers import adamw
 from mtrain.config.optimizers.muon import is_matrix, takes
-from mtrain.config.schema.base import Beta, Key, Section, Width
+from mtrain.config.schema.base import SAME, Beta, Key, Section, Width
 from mtrain.config.schema.optimizer import Optimizer, ParamGroup, Rotated, Run, only
 
 
@@ -19,11 +19,12 @@ class SoapConfig(Section):
     2024, arXiv 2409.11321) for matrices between layers; the rest is updated by adamw.
     """
 
-    shampoo_beta: Annotated[Beta | None, Key(feeds="soap_shampoo_beta", null=0.95)] = None
+    core_prefix = "soap_"
+
+    shampoo_beta: Annotated[Beta | None, Key(feeds=SAME, null=0.95)] = None
     """Decay of the averages of G G^T and G^T G; null: 0.95."""
     precondition_frequency: Annotated[
-        Annotated[int, Field(ge=1, le=10**6)] | None,
-        Key(feeds="soap_precondition_frequency", null=10, unit="steps"),
+        Annotated[int, Field(ge=1, le=10**6)] | None, Key(feeds=SAME, null=10, unit="steps")
     ] = None
     """Steps from one power iteration of the eigenbases, with its QR decomposition, to the next;
     null: 10.

@@ -69,9 +69,7 @@ def size_after(plan: Sequence[Stage], consumed: int) -> int:
 
 
 def counted(plan: Sequence[Stage], steps: int) -> list[tuple[int, int]]:
-    """Return (size, number of steps) for the first `steps` steps, without sizes that no
-    step has.
-    """
+    """Return (size, number of steps) of the first `steps` steps, without unused sizes."""
     out: list[tuple[int, int]] = []
     consumed = 0
     for i, stage in enumerate(plan):
@@ -92,7 +90,8 @@ def samples_of(plan: Sequence[Stage], steps: int) -> int:
 
 def steps_within(plan: Sequence[Stage], samples: int) -> int:
     """Return the largest number of steps that consume at most `samples`."""
-    steps = consumed = 0
+    steps = 0
+    consumed = 0
     for number, size in counted(plan, samples):
         here = min(number, (samples - consumed) // size)
         steps = steps + here

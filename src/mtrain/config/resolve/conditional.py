@@ -128,9 +128,7 @@ def _names(path: str) -> tuple[str, ...]:
 
 
 def _meant(run: UnresolvedRun, path: str) -> Any:
-    """Return the value that conditions see: null replaced by its meaning, and the default of an
-    inactive key.
-    """
+    """Return the value that conditions see: of null its meaning, of an inactive key the default."""
     key = _BY_PATH.get(path)
     value = inside(run, path)
     if key is None:
@@ -160,9 +158,7 @@ def chunks_of_a_document(run: RunConfig) -> int:
 
 
 def takes_experts(run: RunConfig) -> bool:
-    """Return whether the model has experts that adapters of this kind can adapt; `peft` knows no
-    expert layers.
-    """
+    """Return whether the model has experts that this kind of adapters can adapt."""
     return run.model.moe is not None and run.peft.kind == "lora" and not run.peft.dropout
 
 

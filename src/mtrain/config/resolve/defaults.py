@@ -92,9 +92,7 @@ def head_of_model(run: RunConfig) -> Derived | None:
 
 
 def data_kind(run: RunConfig) -> Derived:
-    """Return the kind of data: chats or text if they are set, local text for a small vocabulary,
-    else synthetic tokens.
-    """
+    """Return the kind of data: that of the files, else local text or synthetic tokens."""
     d = run.data
     m = run.model
     if m.family == "llava":
@@ -131,9 +129,7 @@ def tokenizer_of_chats(run: RunConfig) -> Derived | None:
 
 
 def number_format(run: RunConfig) -> Derived:
-    """Return bf16 for a device that has it (NVIDIA: from sm_80); an unknown generation counts as
-    new.
-    """
+    """Return bf16 for a device that has it (NVIDIA: sm_80 and newer, or unknown)."""
     c = run.cluster
     if run.precision.quantized is not None:
         return "bf16", f"the {run.precision.quantized} recipe needs bf16"
@@ -162,9 +158,7 @@ def sample_length(run: RunConfig) -> Derived:
 
 
 def span_length(run: RunConfig, part: int) -> Derived | None:
-    """Return the tokens of a sample that an encoder (part 0) reads or a decoder (part 1) predicts,
-    in multiples of 8.
-    """
+    """Return the tokens of a sample that an encoder (0) reads or a decoder (1) predicts."""
     t = run.model.t5
     if t is None:
         return None
@@ -176,9 +170,7 @@ def span_length(run: RunConfig, part: int) -> Derived | None:
 
 
 def sequence_parallel(run: RunConfig) -> Derived:
-    """Return whether sequence parallelism is on: with tp; on a CPU only for experts, which need it
-    with tp.
-    """
+    """Return whether sequence parallelism is on: with tp; on a CPU only if experts need it."""
     p = run.parallel
     t = run.model.t5
     if p.tp == 1 or run.model.moe is not None:
@@ -210,9 +202,7 @@ def distributed_optimizer(run: RunConfig) -> Derived:
 
 
 def overlap_grad_reduce(run: RunConfig) -> Derived:
-    """Return whether gradient reduction overlaps: if ranks on GPUs hold the same weights and all
-    reduce at the same time.
-    """
+    """Return whether gradient reduction overlaps: if ranks on GPUs hold the same weights."""
     on, why = _replicated(run)
     if on and run.parallel.hybrid_context_parallel:
         return False, "parallel.hybrid_context_parallel true"
@@ -220,9 +210,7 @@ def overlap_grad_reduce(run: RunConfig) -> Derived:
 
 
 def overlap_param_gather(run: RunConfig) -> Derived:
-    """Return whether parameter gathers overlap: if there are some, and gradient reduction overlaps
-    too.
-    """
+    """Return whether parameter gathers overlap: if any, and if gradient reduction does."""
     on, why = _replicated(run)
     if on and not run.parallel.distributed_optimizer:
         return False, "parallel.distributed_optimizer false"
@@ -232,9 +220,7 @@ def overlap_param_gather(run: RunConfig) -> Derived:
 
 
 def learning_rate(run: RunConfig) -> Derived:
-    """Return the rate of the model's own training or of the GPT-3 of the nearest size; a published
-    one for fine-tuning.
-    """
+    """Return the model's own rate, a published one for fine-tuning, or the nearest GPT-3's."""
     known = run.model.published
     if run.trainer.fine_tuning:
         row = fine_tuning.published(run)
@@ -293,9 +279,7 @@ def background_saves(run: RunConfig) -> Derived:
 
 
 def sample_tokens(run: RunConfig) -> Derived:
-    """Return the tokens to generate: some if there is a tokenizer, a rank holds whole sequences,
-    and the model continues text.
-    """
+    """Return the tokens to generate, 0 unless a tokenizer and the layout allow it."""
     d = run.data
     if limited(run.model.family, "trainer.sample_tokens") is not None:
         return 0, f"model.family {run.model.family}, which continues no text"
@@ -363,9 +347,7 @@ def filling(run: RunConfig, sizes: Sequence[int]) -> list[int]:
 
 
 def train_iters(run: RunConfig) -> Derived:
-    """Return the steps: epochs of chats; a minute on a CPU; else 20 tokens per parameter that a
-    token visits.
-    """
+    """Return the steps: epochs of chats, a minute on a CPU, or 20 tokens per active parameter."""
     host = facts_of(run.cluster.device).on_host
     if run.trainer.fine_tuning and (run.data.kind in CHATS or not host):
         return fine_tuning.steps_of(run)
@@ -406,9 +388,7 @@ def synthetic_tokens(raw: UnresolvedRun, run: RunConfig, source: str) -> Iterato
 
 
 def logits_at_once(run: RunConfig) -> Derived | None:
-    """Return a 128th of the device's memory as a power of two: more logits at once mean fewer
-    passes over the weights.
-    """
+    """Return a 128th of the device's memory as a power of two, to pass weights rarely."""
     room = run.cluster.device_memory_gib
     if run.kernels.loss == "megatron" or room is None or on_a_cpu(run):
         return None
@@ -417,9 +397,7 @@ def logits_at_once(run: RunConfig) -> Derived | None:
 
 
 def join_timeout(run: RunConfig) -> Derived:
-    """Derive the time limit for joining from the number of machines that load the same libraries
-    from one disk.
-    """
+    """Derive the join timeout from the number of machines that load the same libraries."""
     nodes = run.cluster.nodes
     return usual_join_timeout_s(nodes), f"cluster {run.cluster.name}: nodes {nodes}"
 

@@ -77,9 +77,7 @@ PREFERENCES_OF_ADAPTERS = (Tuned("7B", 7.2e9, 5e-6, 64, ZEPHYR),)
 
 
 def published(run: RunConfig) -> Tuned:
-    """Return the published fine-tuning of the nearest size, of adapters if the run trains
-    adapters.
-    """
+    """Return the published fine-tuning of the nearest size, of adapters where trained."""
     adapters = run.peft.kind is not None
     if run.objective.rolls:
         return nearest(POLICIES, run.model)
@@ -91,9 +89,7 @@ def published(run: RunConfig) -> Tuned:
 
 
 def batch_of(run: RunConfig) -> tuple[int, str]:
-    """Return the samples of a step, and the reason: chats, or windows of packed chats with as many
-    tokens.
-    """
+    """Return the samples of a step, and the reason: chats, or packed windows of as many tokens."""
     row = published(run)
     samples = row.batch
     what = "answers" if run.objective.answers else "chats"
@@ -132,9 +128,7 @@ def steps_of(run: RunConfig) -> tuple[int, str]:
 
 
 def samples_of_an_epoch(run: RunConfig) -> int | None:
-    """Return the number of training samples in data.path; None if it has no chats, or is not on
-    this machine.
-    """
+    """Return the number of training samples in data.path; None if it has none here."""
     d = run.data
     if d.kind not in CHATS or d.path is None:
         return None
@@ -162,7 +156,8 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
 @cache
 def _count(file: Path, size: int, changed: int) -> int:
     """Return the number of non-empty lines of a file; the cache key changes with the file."""
-    lines = read = 0
+    lines = 0
+    read = 0
     with file.open("rb") as stream:
         while read < COUNTED_BYTES and (block := stream.read(1 << 20)):
             read += len(block)
@@ -194,9 +189,7 @@ def nearest(rows: Sequence[Row], model: ModelConfig) -> Row:
 
 
 def visited_parameters(model: ModelConfig) -> int:
-    """Return the weights of the matrices that a token visits, precise enough to find a row of a
-    table.
-    """
+    """Return about how many matrix weights a token visits, to find a row of a table."""
     m = model
     width = m.ffn_hidden_size
     if m.moe is not None:

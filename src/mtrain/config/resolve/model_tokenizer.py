@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mtrain.config.compose.interpolate import at
 from mtrain.config.compose.paths import CHECKPOINTS, RESUME_WORDS, user_path
 from mtrain.config.schema.run import RunConfig
 
@@ -43,9 +44,7 @@ def folder_of_the_model(run: RunConfig, checkpoint: Path | None = None) -> Path 
 
 
 def model_tokenizer(run: RunConfig, checkpoint: Path | None = None) -> Path | None:
-    """Return the `tokenizer.json` of the model whose weights a run starts from; None if it has
-    none.
-    """
+    """Return the `tokenizer.json` of the model that a run starts from, or None."""
     folder = folder_of_the_model(run, checkpoint)
     return None if folder is None else tokenizer_of(folder)
 
@@ -57,17 +56,13 @@ def tokenizer_of(folder: Path) -> Path | None:
 
 
 def unread_tokenizer(folder: Path) -> Path | None:
-    """Return a tokenizer file of a run or Hugging Face folder in a format that mtrain cannot
-    read.
-    """
+    """Return a tokenizer file of a folder in a format that mtrain cannot read."""
     found = (place / name for place in (folder, folder / KEPT) for name in OTHERS)
     return next((file for file in found if os.path.isfile(file)), None)
 
 
 def is_from_elsewhere(folder: Path) -> bool:
-    """Return whether the weights of a folder were trained elsewhere: a Hugging Face folder, or a
-    run that imported one.
-    """
+    """Return whether a folder's weights were trained elsewhere, in Hugging Face's form."""
     return any(os.path.isfile(folder / name) for name in ("config.json", "conversion.json"))
 
 
@@ -92,20 +87,10 @@ def _sha256(file: Path, stamp: tuple[int, ...]) -> str:
 KEY = "checkpoint.init_from"
 
 
-def at(values: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path; None if it is missing."""
-    node: Any = values
-    for name in path.split(".") if path else ():
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
-
-
 def start_of(
     settings: Mapping[str, Any], recipe: Mapping[str, Any], choice: Mapping[str, Any]
 ) -> str | None:
-    """Return the folder that the command line, else the recipe, else the choice of `checkpoint`
-    names; None if none does.
-    """
+    """Return the folder named by the command line, the recipe or the choice; else None."""
     if KEY in settings:
         found = settings[KEY]
     else:

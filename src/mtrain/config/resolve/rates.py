@@ -43,9 +43,7 @@ def goes_on_alike(run: RunConfig, other: RunConfig, step: int) -> bool:
 
 
 def new_curve(run: RunConfig, other: RunConfig, step: int) -> str:
-    """Describe the learning rate after `other`, at `step`, is resumed as the longer or shorter
-    `run`.
-    """
+    """Describe the learning rate after `other`, at `step`, is resumed as `run`."""
     end = end_of_decay(run)
     last = end_of_decay(other)
     return (

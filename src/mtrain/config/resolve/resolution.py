@@ -1,6 +1,4 @@
-"""The one place that resolves `auto` and null: device, ranks and kernels here, the rest in
-`defaults`.
-"""
+"""The resolution of `auto` and null: device, ranks and kernels here, the rest in `defaults`."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from difflib import get_close_matches
+from itertools import product
 
 from mtrain.config.machine.devices import AUTO, CPU, SHIPPED, facts_of, names
 from mtrain.config.resolve.resolution import smallest_world
@@ -171,19 +172,23 @@ def _grid_fixes(run: RunConfig, step: int) -> list[Change]:
     near = multiples(p.ranks, math.lcm(step, smallest_world(p)))
     fixes = each("parallel.ranks", [None, *near])
     # The largest degrees come first, because they are nearest to what the user asked for.
-    for tp in sorted(divisors(run.model.num_attention_heads, p.tp), reverse=True):
-        for pp in sorted(divisors(run.model.num_layers, p.pp), reverse=True):
-            for cp in sorted({p.cp, 1}, reverse=True):
-                if p.ranks % (tp * pp * cp) == 0:
-                    change: dict[str, object] = {
-                        "parallel.tp": tp,
-                        "parallel.pp": pp,
-                        "parallel.cp": cp,
-                        "parallel.vpp": p.vpp if pp > 1 else 1,
-                    }
-                    if tp == 1 and p.sequence_parallel:
-                        change["parallel.sequence_parallel"] = None
-                    fixes.append(change)
+    degrees = (
+        divisors(run.model.num_attention_heads, p.tp),
+        divisors(run.model.num_layers, p.pp),
+        {p.cp, 1},
+    )
+    for tp, pp, cp in product(*(sorted(axis, reverse=True) for axis in degrees)):
+        if p.ranks % (tp * pp * cp):
+            continue
+        change: dict[str, object] = {
+            "parallel.tp": tp,
+            "parallel.pp": pp,
+            "parallel.cp": cp,
+            "parallel.vpp": p.vpp if pp > 1 else 1,
+        }
+        if tp == 1 and p.sequence_parallel:
+            change["parallel.sequence_parallel"] = None
+        fixes.append(change)
     # Each fix is tried, so that a long list would cost seconds.
     return [*fixes[:12], {**single(), "parallel.ranks": p.ranks}, single()]
 

@@ -1,6 +1,4 @@
-"""The inverse square root of the step (Vaswani et al., 2017, arXiv:1706.03762), down to
-`optim.min_lr`.
-"""
+"""The inverse square root of the step (Vaswani et al. 2017, arXiv:1706.03762) to `optim.min_lr`."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ text of every annotation at each start.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,6 +34,8 @@ class Effect(StrEnum):
 
 # Marks a flag whose absence means the schema's default.
 SCHEMA_DEFAULT: Any = object()
+# Stands for megatron-core's name of a key: the name here, after the `core_prefix` of its section.
+SAME = "."
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,7 +66,8 @@ class Key:
     feeds: str = ""
     """The fields of megatron-core that get its value unchanged, separated by spaces: of
     TransformerConfig, or of `gpt.`, `mla.`, `ddp.`, `wrap.`, `fsdp.`, `optimizer.`, `scheduler.`.
-    If a key with `when` is null, megatron-core's default stays.
+    SAME and `OWNER.` are fields with megatron-core's name of the key. If a key with `when` is null,
+    megatron-core's default stays.
     """
     when: str = ""
     """The condition under which the key has an effect, as `parallel.vpp>1 and parallel.fsdp=none`;
@@ -75,7 +78,7 @@ class Key:
     effect: Effect | None = None
     """The effect of changing it; None: that of its section."""
     flag: str | Flag = ""
-    """Its flag in Megatron-LM."""
+    """Its flag in Megatron-LM; SAME: that of the field that it feeds."""
     hf: str = ""
     """Its names in `config.json` of Hugging Face models, separated by spaces, Llama's first."""
     aka: str = ""
@@ -83,10 +86,26 @@ class Key:
     unit: str = ""
     """The unit of a number, if neither type nor name state it."""
 
+    def named(self, own: str) -> Self:
+        """Return the annotation of the key that megatron-core calls `own`, with every SAME
+        replaced by a name.
+        """
+        feeds = [
+            f"{word.removeprefix(SAME)}{own}" if word.endswith(SAME) else word
+            for word in self.feeds.split()
+        ]
+        flag = Flag(self.flag) if isinstance(self.flag, str) and self.flag else self.flag
+        if isinstance(flag, Flag) and flag.name == SAME:
+            field = feeds[0].rpartition(".")[2] if feeds else own
+            flag = replace(flag, name=f"--{field.replace('_', '-')}")
+        return replace(self, feeds=" ".join(feeds), flag=flag)
+
 
 class Section(BaseModel):
     """A frozen, strict group of keys: no unknown key, no silent conversion, documented fields."""
 
+    core_prefix: ClassVar[str] = ""
+    """Beginning of its keys' names in megatron-core, which the names here leave out."""
     model_config = ConfigDict(
         frozen=True,
         strict=True,

@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from mtrain.config.schema.base import (
+    SAME,
     Effect,
     Key,
     NonNegativeInt,
@@ -55,7 +56,7 @@ class UnresolvedCheckpoint(Section):
     the model is theirs. Optimizer, schedule and data start at step 0; a resumed run has weights of
     its own.
     """
-    async_save: Annotated[bool | None, Key(flag="--async-save")] = None
+    async_save: Annotated[bool | None, Key(flag=SAME)] = None
     """Save in the background: each rank copies its state to host memory and goes on, and a process
     of its own writes it. The copies are made during the next forward and backward. null: true on
     GPUs.

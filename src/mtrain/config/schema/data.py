@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mtrain.config.schema.base import (
     MOST,
+    SAME,
     Effect,
     Flag,
     Key,
@@ -178,7 +179,7 @@ class UnresolvedData(Section):
     seq_length: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None,
         Key(
-            flag=Flag("--seq-length", absent=None, always=True, also=("--encoder-seq-length",)),
+            flag=Flag(SAME, absent=None, always=True, also=("--encoder-seq-length",)),
             aka="sequence_length max_seq_len",
             unit="tokens",
         ),
@@ -191,7 +192,7 @@ class UnresolvedData(Section):
         default=(0.96, 0.03, 0.01), strict=False
     )
     """The shares of train, validation and test; they are normalised to one."""
-    eod_mask_loss: Annotated[bool, Key(flag="--eod-mask-loss")] = False
+    eod_mask_loss: Annotated[bool, Key(flag=SAME)] = False
     """Exclude the prediction after an end-of-document token from the loss."""
     packed: bool = False
     """A sample's documents do not attend to each other, and each starts at position 0 (packed

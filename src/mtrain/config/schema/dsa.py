@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from mtrain.config.schema.base import Effect, Flag, Key, NonNegativeFloat, Section, Width
+from mtrain.config.schema.base import SAME, Effect, Flag, Key, NonNegativeFloat, Section, Width
 
 
 class SparseAttentionConfig(Section):
@@ -13,23 +13,14 @@ class SparseAttentionConfig(Section):
     inputs.
     """
 
+    core_prefix = "dsa_"
+
     indexer_n_heads: Annotated[
-        Width,
-        Key(
-            feeds="dsa_indexer_n_heads",
-            flag=Flag("--dsa-indexer-n-heads", always=True),
-            hf="index_n_heads",
-        ),
+        Width, Key(feeds=SAME, flag=Flag(SAME, always=True), hf="index_n_heads")
     ] = 64
     """Heads of the indexer, which share one key."""
     indexer_head_dim: Annotated[
-        Width,
-        Key(
-            feeds="dsa_indexer_head_dim",
-            flag=Flag("--dsa-indexer-head-dim", always=True),
-            hf="index_head_dim",
-            unit="channels",
-        ),
+        Width, Key(feeds=SAME, flag=Flag(SAME, always=True), hf="index_head_dim", unit="channels")
     ] = 128
     """The width of such a head; the first model.mla.qk_pos_emb_head_dim channels have rotary
     positions.
@@ -37,9 +28,9 @@ class SparseAttentionConfig(Section):
     indexer_topk: Annotated[
         Width,
         Key(
-            feeds="dsa_indexer_topk",
+            feeds=SAME,
             effect=Effect.NUMERICS,
-            flag=Flag("--dsa-indexer-topk", always=True),
+            flag=Flag(SAME, always=True),
             hf="index_topk",
             unit="tokens",
         ),
@@ -49,23 +40,14 @@ class SparseAttentionConfig(Section):
     """
     indexer_loss_coeff: Annotated[
         NonNegativeFloat,
-        Key(
-            feeds="dsa_indexer_loss_coeff",
-            effect=Effect.NUMERICS,
-            flag=Flag("--dsa-indexer-loss-coeff", absent=0.0, always=True),
-        ),
+        Key(feeds=SAME, effect=Effect.NUMERICS, flag=Flag(SAME, absent=0.0, always=True)),
     ] = 1.0
     """The weight of the indexer's loss: for each token and layer the divergence of the softmax of
     its scores from the attention of all heads. Nothing else trains it; 0: nothing does.
     """
-    indexer_use_sparse_loss: Annotated[
-        bool,
-        Key(
-            feeds="dsa_indexer_use_sparse_loss",
-            effect=Effect.NUMERICS,
-            flag="--dsa-indexer-use-sparse-loss",
-        ),
-    ] = False
+    indexer_use_sparse_loss: Annotated[bool, Key(feeds=SAME, effect=Effect.NUMERICS, flag=SAME)] = (
+        False
+    )
     """Restriction of that loss to the chosen keys; false: it covers all visible keys, as in a first
     stage of training.
     """

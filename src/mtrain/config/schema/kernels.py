@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from mtrain.config.schema.base import Key, PositiveInt, Section
+from mtrain.config.schema.base import SAME, Key, PositiveInt, Section
 
 
 class KernelsConfig(Section):
@@ -70,9 +70,7 @@ class KernelsConfig(Section):
     """fp32 GEMMs if linear, experts or loss is cpu: by the BLAS of torch, mostly MKL, or by oneDNN;
     null, auto: the faster of both as measured once per machine, the same on all ranks.
     """
-    gradient_accumulation_fusion: Annotated[
-        bool | None, Key(feeds="gradient_accumulation_fusion")
-    ] = None
+    gradient_accumulation_fusion: Annotated[bool | None, Key(feeds=SAME)] = None
     """Accumulate weight gradients of linear layers and of the output layer in the GEMM that
     computes them, in fp32 and unrounded, instead of in a separate pass; null: on a GPU without
     parallel.fsdp.

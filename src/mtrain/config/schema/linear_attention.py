@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mtrain.config.schema.base import MOST, Key, Section, Width
+from mtrain.config.schema.base import MOST, SAME, Key, Section, Width
 
 
 class LinearAttentionConfig(Section):
@@ -17,6 +17,8 @@ class LinearAttentionConfig(Section):
     whatever the rest of the model has.
     """
 
+    core_prefix = "linear_"
+
     freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)],
         Key(when="model.family=gpt", flag="--linear-attention-freq", hf="full_attention_interval"),
@@ -24,50 +26,23 @@ class LinearAttentionConfig(Section):
     """Every n-th layer has softmax attention, all others are gated delta nets. For a hybrid,
     model.hybrid.pattern chooses the layers.
     """
-    num_key_heads: Annotated[
-        Width,
-        Key(feeds="linear_num_key_heads", flag="--linear-num-key-heads", hf="linear_num_key_heads"),
-    ] = 16
+    num_key_heads: Annotated[Width, Key(feeds=SAME, flag=SAME, hf="linear_num_key_heads")] = 16
     """Heads of queries and keys."""
-    num_value_heads: Annotated[
-        Width,
-        Key(
-            feeds="linear_num_value_heads",
-            flag="--linear-num-value-heads",
-            hf="linear_num_value_heads",
-        ),
-    ] = 32
+    num_value_heads: Annotated[Width, Key(feeds=SAME, flag=SAME, hf="linear_num_value_heads")] = 32
     """Heads of values, each with a state, a decay and a gate; several may share a head of queries
     and keys.
     """
     key_head_dim: Annotated[
-        Width,
-        Key(
-            feeds="linear_key_head_dim",
-            flag="--linear-key-head-dim",
-            hf="linear_key_head_dim",
-            unit="channels",
-        ),
+        Width, Key(feeds=SAME, flag=SAME, hf="linear_key_head_dim", unit="channels")
     ] = 128
     """Width of a head of queries and keys."""
     value_head_dim: Annotated[
-        Width,
-        Key(
-            feeds="linear_value_head_dim",
-            flag="--linear-value-head-dim",
-            hf="linear_value_head_dim",
-            unit="channels",
-        ),
+        Width, Key(feeds=SAME, flag=SAME, hf="linear_value_head_dim", unit="channels")
     ] = 128
     """Width of a head of values."""
     conv_kernel_dim: Annotated[
         Annotated[int, Field(ge=1, le=64)],
-        Key(
-            feeds="linear_conv_kernel_dim",
-            flag="--linear-conv-kernel-dim",
-            hf="linear_conv_kernel_dim",
-            unit="tokens",
-        ),
+        Key(feeds=SAME, flag=SAME, hf="linear_conv_kernel_dim", unit="tokens"),
     ] = 4
     """The tokens that the causal convolution of queries, keys and values covers, including the
     current one.

@@ -9,6 +9,7 @@ from mtrain.config.families import with_sections
 from mtrain.config.schema.base import (
     MOST,
     NAME,
+    SAME,
     Effect,
     Flag,
     Key,
@@ -74,36 +75,21 @@ class ModelConfig(Section):
     num_layers: Annotated[
         Width,
         Key(
-            feeds="num_layers",
-            flag=Flag("--num-layers", also=("--encoder-num-layers",)),
+            feeds=SAME,
+            flag=Flag(SAME, also=("--encoder-num-layers",)),
             hf="num_hidden_layers n_layer",
             aka="n_layers",
         ),
     ]
     """Transformer layers."""
     hidden_size: Annotated[
-        Width,
-        Key(
-            feeds="hidden_size",
-            flag="--hidden-size",
-            hf="hidden_size n_embd",
-            aka="d_model",
-            unit="channels",
-        ),
+        Width, Key(feeds=SAME, flag=SAME, hf="hidden_size n_embd", aka="d_model", unit="channels")
     ]
     """Width of the residual stream."""
-    ffn_hidden_size: Annotated[
-        Width, Key(feeds="ffn_hidden_size", hf="intermediate_size", unit="channels")
-    ]
+    ffn_hidden_size: Annotated[Width, Key(feeds=SAME, hf="intermediate_size", unit="channels")]
     """Width of the MLP (of each half for gated activations)."""
     num_attention_heads: Annotated[
-        Width,
-        Key(
-            feeds="num_attention_heads",
-            flag="--num-attention-heads",
-            hf="num_attention_heads n_head",
-            aka="n_heads num_heads",
-        ),
+        Width, Key(feeds=SAME, flag=SAME, hf="num_attention_heads n_head", aka="n_heads num_heads")
     ]
     """Query heads."""
     num_query_groups: Annotated[Width | None, Key(hf="num_key_value_heads", aka="n_kv_heads")] = (
@@ -126,23 +112,22 @@ class ModelConfig(Section):
     ]
     """The longest sequence that the positions support."""
     normalization: Annotated[
-        Literal["RMSNorm", "LayerNorm"],
-        Key(feeds="normalization", flag=Flag("--normalization", absent="LayerNorm")),
+        Literal["RMSNorm", "LayerNorm"], Key(feeds=SAME, flag=Flag(SAME, absent="LayerNorm"))
     ] = "RMSNorm"
     """The norm of every layer."""
     layernorm_epsilon: Annotated[
         NonNegativeFloat,
         Key(
-            feeds="layernorm_epsilon",
+            feeds=SAME,
             flag=Flag("--norm-epsilon", also=("--layernorm-epsilon",)),
             hf="rms_norm_eps layer_norm_eps",
             aka="norm_eps",
         ),
     ] = 1e-5
     """Added to the variance in a norm."""
-    layernorm_zero_centered_gamma: Annotated[
-        bool, Key(feeds="layernorm_zero_centered_gamma", flag="--apply-layernorm-1p")
-    ] = False
+    layernorm_zero_centered_gamma: Annotated[bool, Key(feeds=SAME, flag="--apply-layernorm-1p")] = (
+        False
+    )
     """A norm's weight is stored as its distance from 1, which loses less in half precision."""
     norm_placement: Literal["pre", "post", "pre_and_post", "post_residual"] = "pre"
     """The place of a layer's norms: before attention and MLP (pre), on their outputs before the
@@ -167,19 +152,11 @@ class ModelConfig(Section):
     quick_geglu: x sigmoid(1.702 x) as the gate. Every implementation computes the named form.
     """
     glu_linear_offset: Annotated[
-        float,
-        Field(ge=-10, le=10),
-        Key(feeds="glu_linear_offset", when=GATED, effect=Effect.NUMERICS),
+        float, Field(ge=-10, le=10), Key(feeds=SAME, when=GATED, effect=Effect.NUMERICS)
     ] = 0.0
     """Gated activations: a constant added to the half that is gated (1 in GPT-OSS)."""
     activation_func_clamp_value: Annotated[
-        PositiveFloat | None,
-        Key(
-            feeds="activation_func_clamp_value",
-            when=GATED,
-            effect=Effect.NUMERICS,
-            flag="--activation-func-clamp-value",
-        ),
+        PositiveFloat | None, Key(feeds=SAME, when=GATED, effect=Effect.NUMERICS, flag=SAME)
     ] = None
     """Gated activations: the bound of both halves before the gate (7 in GPT-OSS); null: none."""
     parallel_residual: Annotated[bool, Key(hf="use_parallel_residual")] = False
@@ -187,12 +164,10 @@ class ModelConfig(Section):
     are added (GPT-NeoX).
     """
     add_bias_linear: Annotated[
-        bool, Key(feeds="add_bias_linear", flag=Flag("--disable-bias-linear", off=True))
+        bool, Key(feeds=SAME, flag=Flag("--disable-bias-linear", off=True))
     ] = False
     """Biases in all linear layers."""
-    add_qkv_bias: Annotated[
-        bool, Key(feeds="add_qkv_bias", flag="--add-qkv-bias", hf="attention_bias")
-    ] = False
+    add_qkv_bias: Annotated[bool, Key(feeds=SAME, flag=SAME, hf="attention_bias")] = False
     """Biases in the query/key/value projection only (Qwen2)."""
     add_proj_bias: Annotated[bool, Key(when="model.add_bias_linear=false and model.mla=null")] = (
         False
@@ -204,9 +179,7 @@ class ModelConfig(Section):
         bool, Key(when="model.add_bias_linear=false and model.moe=null", hf="mlp_bias")
     ] = False
     """Biases in the MLP."""
-    qk_layernorm: Annotated[
-        bool, Key(feeds="qk_layernorm", flag="--qk-layernorm", aka="qk_norm")
-    ] = False
+    qk_layernorm: Annotated[bool, Key(feeds=SAME, flag=SAME, aka="qk_norm")] = False
     """Norm on queries and keys (Qwen3)."""
     qk_layernorm_across_heads: Annotated[
         bool, Key(when="model.qk_layernorm and model.mla=null and model.normalization=RMSNorm")
@@ -214,7 +187,7 @@ class ModelConfig(Section):
     """qk_layernorm: one norm over the queries of all heads, and one over all keys (OLMo 2); false:
     a norm for each head.
     """
-    qk_l2_norm: Annotated[bool, Key(feeds="qk_l2_norm")] = False
+    qk_l2_norm: Annotated[bool, Key(feeds=SAME)] = False
     """Divide queries and keys by their root mean square, without a weight (Llama 4)."""
     softmax_scale: Annotated[
         Annotated[float, Field(gt=0, le=100)] | None,
@@ -226,8 +199,7 @@ class ModelConfig(Section):
     ] = None
     """The bound of the attention logits: x becomes c tanh(x / c) (50 in Gemma 2); null: none."""
     position_embedding_type: Annotated[
-        Literal["rope", "learned_absolute", "relative", "none"],
-        Key(feeds="gpt.position_embedding_type"),
+        Literal["rope", "learned_absolute", "relative", "none"], Key(feeds="gpt.")
     ] = "rope"
     """The encoding of positions; relative: a learned bias of attention by distance (T5)."""
     rotary_base: Annotated[
@@ -236,7 +208,7 @@ class ModelConfig(Section):
         Key(
             feeds="mla.rotary_base gpt.rotary_base",
             when="model.position_embedding_type=rope",
-            flag="--rotary-base",
+            flag=SAME,
             hf="rope_theta",
         ),
     ] = 10000.0
@@ -258,18 +230,13 @@ class ModelConfig(Section):
         Key(
             feeds="mla.rotary_percent gpt.rotary_percent",
             when="model.position_embedding_type=rope",
-            flag="--rotary-percent",
+            flag=SAME,
             hf="partial_rotary_factor",
         ),
     ] = 1.0
     """Share of a head that rotates."""
     rotary_interleaved: Annotated[
-        bool,
-        Key(
-            feeds="rotary_interleaved",
-            when="model.position_embedding_type=rope",
-            flag="--rotary-interleaved",
-        ),
+        bool, Key(feeds=SAME, when="model.position_embedding_type=rope", flag=SAME)
     ] = False
     """Rotary pairs are adjacent channels (GPT-J) instead of the halves of the head."""
     rope_scaling_factor: PositiveFloat | None = None
@@ -292,7 +259,7 @@ class ModelConfig(Section):
     """Rotary frequencies for longer sequences: yarn, longrope and others; null: unchanged."""
     no_rope_freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None,
-        Key(feeds="no_rope_freq", when="model.position_embedding_type=rope and model.mla=null"),
+        Key(feeds=SAME, when="model.position_embedding_type=rope and model.mla=null"),
     ] = None
     """Every n-th layer has no rotary positions (Llama 4); null: every layer has them."""
     window_size: Annotated[
@@ -303,54 +270,43 @@ class ModelConfig(Section):
     """
     window_attn_skip_freq: Annotated[
         Annotated[int, Field(ge=2, le=MOST)] | None,
-        Key(
-            feeds="window_attn_skip_freq",
-            when="model.window_size",
-            effect=Effect.NUMERICS,
-            flag="--window-attn-skip-freq",
-        ),
+        Key(feeds=SAME, when="model.window_size", effect=Effect.NUMERICS, flag=SAME),
     ] = None
     """window_size: every n-th layer sees all keys; null: every layer has the window."""
     softmax_type: Annotated[
-        Literal["vanilla", "off-by-one", "learnable"],
-        Key(feeds="softmax_type", flag="--softmax-type"),
+        Literal["vanilla", "off-by-one", "learnable"], Key(feeds=SAME, flag=SAME)
     ] = "vanilla"
     """Attention sinks: an extra logit in the softmax of each head; off-by-one: a logit of 0,
     learnable: a weight.
     """
-    attention_output_gate: Annotated[
-        bool,
-        Key(feeds="attention_output_gate", when="model.mla=null", flag="--attention-output-gate"),
-    ] = False
+    attention_output_gate: Annotated[bool, Key(feeds=SAME, when="model.mla=null", flag=SAME)] = (
+        False
+    )
     """The output of attention is multiplied by the sigmoid of a gate, which a wider query
     projection computes (Qwen3-Next).
     """
-    mtp_num_layers: Annotated[
-        Width | None, Key(feeds="mtp_num_layers", flag=Flag("--mtp-num-layers", none=(0,)))
-    ] = None
+    mtp_num_layers: Annotated[Width | None, Key(feeds=SAME, flag=Flag(SAME, none=(0,)))] = None
     """Multi-token prediction (DeepSeek-V3): extra layers that each predict one token further; null:
     none.
     """
     mtp_loss_scaling_factor: Annotated[
         PositiveFloat | None,
         Key(
-            feeds="mtp_loss_scaling_factor",
+            feeds=SAME,
             when="model.mtp_num_layers",
             null=0.1,
             effect=Effect.NUMERICS,
-            flag=Flag("--mtp-loss-scaling-factor", absent=0.1),
+            flag=Flag(SAME, absent=0.1),
         ),
     ] = None
     """mtp_num_layers: the weight of their mean loss; null: 0.1."""
     mtp_detach_heads: Annotated[
-        bool, Key(feeds="mtp_detach_heads", when="model.mtp_num_layers", effect=Effect.NUMERICS)
+        bool, Key(feeds=SAME, when="model.mtp_num_layers", effect=Effect.NUMERICS)
     ] = False
     """mtp_num_layers: their loss trains only their own layers, with a gradient norm of their own.
     Needs 0.19.
     """
-    mtp_use_repeated_layer: Annotated[
-        bool, Key(when="model.mtp_num_layers>1", flag="--mtp-use-repeated-layer")
-    ] = False
+    mtp_use_repeated_layer: Annotated[bool, Key(when="model.mtp_num_layers>1", flag=SAME)] = False
     """mtp_num_layers above 1: one layer is applied so many times, each time to its last output,
     with the same weights.
     """
@@ -384,38 +340,24 @@ class ModelConfig(Section):
     attention_dropout: Annotated[
         Probability,
         Key(
-            feeds="attention_dropout",
-            effect=Effect.NUMERICS,
-            flag=Flag("--attention-dropout", absent=0.1),
-            hf="attention_dropout",
+            feeds=SAME, effect=Effect.NUMERICS, flag=Flag(SAME, absent=0.1), hf="attention_dropout"
         ),
     ] = 0.0
     """Dropout on attention probabilities."""
     hidden_dropout: Annotated[
-        Probability,
-        Key(
-            feeds="hidden_dropout",
-            effect=Effect.NUMERICS,
-            flag=Flag("--hidden-dropout", absent=0.1),
-        ),
+        Probability, Key(feeds=SAME, effect=Effect.NUMERICS, flag=Flag(SAME, absent=0.1))
     ] = 0.0
     """Dropout on the output of each block before the residual sum."""
     init_method_std: Annotated[
         float,
         Field(gt=0, le=20),
-        Key(
-            feeds="init_method_std",
-            effect=Effect.NUMERICS,
-            flag="--init-method-std",
-            hf="initializer_range",
-        ),
+        Key(feeds=SAME, effect=Effect.NUMERICS, flag=SAME, hf="initializer_range"),
     ] = 0.02
     """The standard deviation of initial weights; output projections are scaled by 1/sqrt(2
     num_layers), except with norm_placement post_residual.
     """
     embedding_init_method_std: Annotated[
-        Annotated[float, Field(gt=0, le=10)] | None,
-        Key(effect=Effect.NUMERICS, flag="--embedding-init-method-std"),
+        Annotated[float, Field(gt=0, le=10)] | None, Key(effect=Effect.NUMERICS, flag=SAME)
     ] = None
     """The standard deviation of the initial embeddings, of tokens and learned positions; null:
     init_method_std.

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.schema.base import (
+    SAME,
     Effect,
     Flag,
     Key,
@@ -22,6 +23,8 @@ from mtrain.config.schema.base import (
 class MoEConfig(Section):
     """`model.moe`: a mixture of experts in place of the dense MLP."""
 
+    core_prefix = "moe_"
+
     num_experts: Annotated[
         Width,
         Key(
@@ -31,37 +34,24 @@ class MoEConfig(Section):
         ),
     ]
     """Routed experts per layer."""
-    router_topk: Annotated[
-        Width, Key(feeds="moe_router_topk", flag="--moe-router-topk", hf="num_experts_per_tok")
-    ] = 2
+    router_topk: Annotated[Width, Key(feeds=SAME, flag=SAME, hf="num_experts_per_tok")] = 2
     """The number of experts that each token visits."""
-    ffn_hidden_size: Annotated[
-        Width, Key(feeds="moe_ffn_hidden_size", hf="moe_intermediate_size", unit="channels")
-    ]
+    ffn_hidden_size: Annotated[Width, Key(feeds=SAME, hf="moe_intermediate_size", unit="channels")]
     """Width of one expert's MLP."""
     shared_expert_intermediate_size: Annotated[
-        Width | None,
-        Key(
-            feeds="moe_shared_expert_intermediate_size",
-            flag=Flag("--moe-shared-expert-intermediate-size", none=(0,)),
-            unit="channels",
-        ),
+        Width | None, Key(feeds=SAME, flag=Flag(SAME, none=(0,)), unit="channels")
     ] = None
     """The total width of the shared experts that every token visits; null: none."""
     first_dense_layers: Annotated[NonNegativeInt, Key(hf="first_k_dense_replace")] = 0
     """The number of first layers that keep the dense MLP of `model.ffn_hidden_size`."""
-    router_score_function: Annotated[
-        Literal["softmax", "sigmoid"],
-        Key(feeds="moe_router_score_function", flag="--moe-router-score-function"),
-    ] = "softmax"
+    router_score_function: Annotated[Literal["softmax", "sigmoid"], Key(feeds=SAME, flag=SAME)] = (
+        "softmax"
+    )
     """The function from router logits to scores."""
-    router_pre_softmax: Annotated[
-        bool, Key(feeds="moe_router_pre_softmax", flag="--moe-router-pre-softmax")
-    ] = False
+    router_pre_softmax: Annotated[bool, Key(feeds=SAME, flag=SAME)] = False
     """Softmax before the top-k choice instead of over the chosen logits."""
     router_load_balancing_type: Annotated[
-        Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"],
-        Key(feeds="moe_router_load_balancing_type"),
+        Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"], Key(feeds=SAME)
     ] = "aux_loss"
     """The method that balances the load of the experts."""
     aux_loss_coeff: Annotated[
@@ -77,23 +67,14 @@ class MoEConfig(Section):
     router_topk: the coefficient here is theirs times router_topk / L.
     """
     z_loss_coeff: Annotated[
-        SquareWeight | None,
-        Key(feeds="moe_z_loss_coeff", effect=Effect.NUMERICS, flag="--moe-z-loss-coeff"),
+        SquareWeight | None, Key(feeds=SAME, effect=Effect.NUMERICS, flag=SAME)
     ] = None
     """Weight of the router's z-loss, a mean over tokens without padding; null: off."""
-    router_enable_expert_bias: Annotated[
-        bool, Key(feeds="moe_router_enable_expert_bias", flag="--moe-router-enable-expert-bias")
-    ] = False
+    router_enable_expert_bias: Annotated[bool, Key(feeds=SAME, flag=SAME)] = False
     """Balance by a bias on the scores that each step adjusts (DeepSeek-V3), not by a loss."""
-    router_num_groups: Annotated[
-        Width | None,
-        Key(feeds="moe_router_num_groups", flag="--moe-router-num-groups", hf="n_group"),
-    ] = None
+    router_num_groups: Annotated[Width | None, Key(feeds=SAME, flag=SAME, hf="n_group")] = None
     """Groups of experts for group-limited routing; null: off."""
-    router_group_topk: Annotated[
-        Width | None,
-        Key(feeds="moe_router_group_topk", flag="--moe-router-group-topk", hf="topk_group"),
-    ] = None
+    router_group_topk: Annotated[Width | None, Key(feeds=SAME, flag=SAME, hf="topk_group")] = None
     """The number of groups that a token may choose from."""
     router_group_score_topk: Annotated[
         PositiveInt | None, Key(when="model.moe.router_num_groups")
@@ -104,78 +85,50 @@ class MoEConfig(Section):
     """
     router_topk_scaling_factor: Annotated[
         Annotated[float, Field(gt=0, le=100)] | None,
-        Key(
-            feeds="moe_router_topk_scaling_factor",
-            flag="--moe-router-topk-scaling-factor",
-            hf="routed_scaling_factor",
-        ),
+        Key(feeds=SAME, flag=SAME, hf="routed_scaling_factor"),
     ] = None
     """Factor on the chosen scores."""
     router_bias_update_rate: Annotated[
         NonNegativeFloat | None,
         Key(
-            feeds="moe_router_bias_update_rate",
+            feeds=SAME,
             when="model.moe.router_enable_expert_bias=true",
             null=0.001,
             effect=Effect.NUMERICS,
-            flag=Flag("--moe-router-bias-update-rate", absent=0.001),
+            flag=Flag(SAME, absent=0.001),
         ),
     ] = None
     """router_enable_expert_bias: the step size of an expert's bias; 0: biases are frozen, null:
     0.001.
     """
     router_padding_for_quantization: Annotated[
-        bool,
-        Key(
-            feeds="moe_router_padding_for_quantization",
-            effect=Effect.NUMERICS,
-            aka="moe_router_padding_for_fp8",
-        ),
+        bool, Key(feeds=SAME, effect=Effect.NUMERICS, aka="moe_router_padding_for_fp8")
     ] = False
     """precision.fp8, fp4: the router pads the tokens of an expert to the multiple that its GEMMs
     need, which saves TransformerEngine's experts a copy; our kernels need neither.
     """
     router_force_load_balancing: Annotated[
-        bool,
-        Key(
-            feeds="moe_router_force_load_balancing",
-            effect=Effect.NUMERICS,
-            flag="--moe-router-force-load-balancing",
-        ),
+        bool, Key(feeds=SAME, effect=Effect.NUMERICS, flag=SAME)
     ] = False
     """Random routing with equal load for benchmarks: the model learns no routing."""
     input_jitter_eps: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None,
-        Key(feeds="moe_input_jitter_eps", effect=Effect.NUMERICS, flag="--moe-input-jitter-eps"),
+        Key(feeds=SAME, effect=Effect.NUMERICS, flag=SAME),
     ] = None
     """The router's input is multiplied by a random number between 1 - this and 1 + this; null: it
     is not. As with dropout, other layouts draw other numbers.
     """
     apply_probs_on_input: Annotated[
-        bool,
-        Key(
-            feeds="moe_apply_probs_on_input",
-            when="model.moe.router_topk=1",
-            flag="--moe-apply-probs-on-input",
-        ),
+        bool, Key(feeds=SAME, when="model.moe.router_topk=1", flag=SAME)
     ] = False
     """router_topk=1: weigh the input of an expert instead of its output (Llama 4)."""
     shared_expert_gate: Annotated[
-        bool,
-        Key(
-            feeds="moe_shared_expert_gate",
-            when="model.moe.shared_expert_intermediate_size",
-            flag="--moe-shared-expert-gate",
-        ),
+        bool, Key(feeds=SAME, when="model.moe.shared_expert_intermediate_size", flag=SAME)
     ] = False
     """Weigh the output of the shared experts by a learned gate for each token (Qwen2-MoE)."""
     token_dispatcher_type: Annotated[
         Literal["alltoall", "allgather", "flex"],
-        Key(
-            feeds="moe_token_dispatcher_type",
-            effect=Effect.PARALLELISM,
-            flag=Flag("--moe-token-dispatcher-type", absent="allgather"),
-        ),
+        Key(feeds=SAME, effect=Effect.PARALLELISM, flag=Flag(SAME, absent="allgather")),
     ] = "alltoall"
     """The exchange of tokens between expert-parallel ranks; flex: by the kernels of
     `flex_dispatcher_backend`, on GPUs. With triton for kernels.moe_router and moe_permute, alltoall
@@ -185,7 +138,7 @@ class MoEConfig(Section):
     flex_dispatcher_backend: Annotated[
         Literal["deepep", "hybridep", "ncclep"] | None,
         Key(
-            feeds="moe_flex_dispatcher_backend",
+            feeds=SAME,
             when="model.moe.token_dispatcher_type=flex",
             null="deepep",
             effect=Effect.PARALLELISM,
@@ -195,12 +148,7 @@ class MoEConfig(Section):
     TransformerEngine, with megatron-core 0.19.
     """
     expert_capacity_factor: Annotated[
-        PositiveFloat | None,
-        Key(
-            feeds="moe_expert_capacity_factor",
-            effect=Effect.NUMERICS,
-            flag="--moe-expert-capacity-factor",
-        ),
+        PositiveFloat | None, Key(feeds=SAME, effect=Effect.NUMERICS, flag=SAME)
     ] = None
     """The tokens that an expert accepts of a rank's micro-batch, relative to the even share without
     padding; others are dropped; null: none is dropped.
@@ -208,21 +156,21 @@ class MoEConfig(Section):
     pad_expert_input_to_capacity: Annotated[
         bool,
         Key(
-            feeds="moe_pad_expert_input_to_capacity",
+            feeds=SAME,
             when="model.moe.expert_capacity_factor",
             effect=Effect.PARALLELISM,
-            flag="--moe-pad-expert-input-to-capacity",
+            flag=SAME,
         ),
     ] = False
     """Experts always compute their whole capacity: one shape in every step."""
     token_drop_policy: Annotated[
         Literal["probs", "position"] | None,
         Key(
-            feeds="moe_token_drop_policy",
+            feeds=SAME,
             when="model.moe.expert_capacity_factor",
             null="probs",
             effect=Effect.NUMERICS,
-            flag=Flag("--moe-token-drop-policy", absent="probs"),
+            flag=Flag(SAME, absent="probs"),
         ),
     ] = None
     """expert_capacity_factor: which tokens stay, the most probable or the first; null: probs."""
@@ -244,10 +192,10 @@ class MoEConfig(Section):
     shared_expert_overlap: Annotated[
         bool,
         Key(
-            feeds="moe_shared_expert_overlap",
+            feeds=SAME,
             when="model.moe.shared_expert_intermediate_size",
             effect=Effect.PARALLELISM,
-            flag="--moe-shared-expert-overlap",
+            flag=SAME,
         ),
     ] = False
     """Shared experts compute while tokens travel; needs the alltoall dispatcher."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mtrain.config.schema.base import Effect, Flag, Key, PositiveFloat, Section, Width
+from mtrain.config.schema.base import SAME, Effect, Flag, Key, PositiveFloat, Section, Width
 
 
 class MupConfig(Section):
@@ -19,35 +19,29 @@ class MupConfig(Section):
     All widths of a layer must grow with hidden_size.
     """
 
+    core_prefix = "mup_"
+
     base_hidden_size: Annotated[
-        Width | None,
-        Key(
-            flag=Flag("--mup-base-hidden-size", absent=None),
-            effect=Effect.NUMERICS,
-            unit="channels",
-        ),
+        Width | None, Key(flag=Flag(SAME, absent=None), effect=Effect.NUMERICS, unit="channels")
     ] = None
     """The width at which learning rate and deviations were tuned; null: model.hidden_size."""
     embedding_mult: Annotated[
-        PositiveFloat, Key(flag=Flag("--mup-embedding-mult", absent=1.0), effect=Effect.NUMERICS)
+        PositiveFloat, Key(flag=Flag(SAME, absent=1.0), effect=Effect.NUMERICS)
     ] = 1.0
     """Factor on the embeddings of tokens."""
     output_mult: Annotated[
-        PositiveFloat | None, Key(flag=Flag("--mup-output-mult", none=(1,)), effect=Effect.NUMERICS)
+        PositiveFloat | None, Key(flag=Flag(SAME, none=(1,)), effect=Effect.NUMERICS)
     ] = None
     """Factor on logits, before model.final_logit_softcapping; null: base_hidden_size / hidden_size.
     """
     base_head_dim: Annotated[
-        PositiveFloat | None,
-        Key(flag=Flag("--mup-base-head-dim"), effect=Effect.NUMERICS, unit="channels"),
+        PositiveFloat | None, Key(flag=Flag(SAME), effect=Effect.NUMERICS, unit="channels")
     ] = None
     """The square root of this also multiplies attention logits, so that heads of this width have
     the usual factor; null: 1.
     """
     attn_scale_power: Annotated[
-        float,
-        Field(ge=0, le=4),
-        Key(flag=Flag("--mup-attn-scale-power", absent=1.0), effect=Effect.NUMERICS),
+        float, Field(ge=0, le=4), Key(flag=Flag(SAME, absent=1.0), effect=Effect.NUMERICS)
     ] = 1.0
     """Attention logits are divided by the width of a head to this power: 1 in muP, 0.5 as usual."""
 

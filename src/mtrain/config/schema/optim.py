@@ -8,6 +8,7 @@ from mtrain.config.engine.formats import MainFormat, MomentFormat
 from mtrain.config.optimizers import OPTIMIZERS, read_by
 from mtrain.config.schedules import SCHEDULES
 from mtrain.config.schema.base import (
+    SAME,
     Beta,
     Effect,
     Flag,
@@ -29,7 +30,7 @@ class _OptimKeys(Section):
         PositiveFloat | None,
         Key(
             feeds="optimizer.lr scheduler.max_lr",
-            flag=Flag("--lr", absent=None, always=True),
+            flag=Flag(SAME, absent=None, always=True),
             aka="learning_rate",
         ),
     ] = None
@@ -37,7 +38,7 @@ class _OptimKeys(Section):
     nearest size. Fine-tuning (trainer.fine_tuning) has rates of its own, by size and adapter:
     docs/reference/defaults.md.
     """
-    min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag("--min-lr", absent=0.0))] = None
+    min_lr: Annotated[NonNegativeFloat | None, Key(flag=Flag(SAME, absent=0.0))] = None
     """Learning rate at the end of the decay; null: a tenth of `lr`; for fine-tuning `lr` over the
     number of steps.
     """
@@ -61,7 +62,7 @@ class _OptimKeys(Section):
         Key(
             feeds="scheduler.lr_wsd_decay_style",
             when="optim.schedule=wsd",
-            flag=Flag("--lr-wsd-decay-style", absent="exponential"),
+            flag=Flag(SAME, absent="exponential"),
         ),
     ] = "linear"
     """wsd: shape of the final decay."""
@@ -74,29 +75,20 @@ class _OptimKeys(Section):
         NonNegativeFloat,
         Key(
             feeds="optimizer.weight_decay scheduler.start_wd scheduler.end_wd",
-            flag=Flag("--weight-decay", absent=0.01),
+            flag=Flag(SAME, absent=0.01),
             aka="start_weight_decay end_weight_decay",
         ),
     ] = 0.1
     """Decoupled weight decay; not applied to biases and norms."""
     beta1: Annotated[
-        Beta,
-        Key(
-            feeds="optimizer.adam_beta1",
-            when=read_by("beta1"),
-            flag=Flag("--adam-beta1", absent=0.9),
-        ),
+        Beta, Key(feeds="optimizer.adam_beta1", when=read_by("beta1"), flag=Flag(SAME, absent=0.9))
     ] = 0.9
     """adamw, muon, soap: the decay of the first moment; lion: its share in an update, the rest of
     which is the gradient.
     """
     beta2: Annotated[
         Beta,
-        Key(
-            feeds="optimizer.adam_beta2",
-            when=read_by("beta2"),
-            flag=Flag("--adam-beta2", absent=0.999),
-        ),
+        Key(feeds="optimizer.adam_beta2", when=read_by("beta2"), flag=Flag(SAME, absent=0.999)),
     ] = 0.95
     """adamw, muon, soap: decay of the second moment; lion: of the first."""
     eps: Annotated[
@@ -104,52 +96,40 @@ class _OptimKeys(Section):
         Key(
             feeds="optimizer.adam_eps",
             when=read_by("eps"),
-            flag=Flag("--adam-eps", absent=1e-08),
+            flag=Flag(SAME, absent=1e-08),
             aka="adam_epsilon",
         ),
     ] = 1e-8
     """adamw, muon, soap: added to the root of the second moment."""
     exp_avg_dtype: Annotated[
-        MomentFormat, Key(feeds="optimizer.exp_avg_dtype", when=read_by("exp_avg_dtype"))
+        MomentFormat, Key(feeds="optimizer.", when=read_by("exp_avg_dtype"))
     ] = "fp32"
     """adamw: the format of the first moment. fp8: eight bits (e4m3), with a scale per 128 elements;
     so coarse that small changes are lost and the loss falls more slowly.
     """
     exp_avg_sq_dtype: Annotated[
-        MomentFormat, Key(feeds="optimizer.exp_avg_sq_dtype", when=read_by("exp_avg_sq_dtype"))
+        MomentFormat, Key(feeds="optimizer.", when=read_by("exp_avg_sq_dtype"))
     ] = "fp32"
     """adamw: the format of the second moment. fp8: eight bits of its root, with a scale per 128
     elements.
     """
     main_params_dtype: Annotated[
         MainFormat,
-        Key(
-            feeds="optimizer.main_params_dtype",
-            when=read_by("main_params_dtype"),
-            effect=Effect.ARCHITECTURE,
-        ),
+        Key(feeds="optimizer.", when=read_by("main_params_dtype"), effect=Effect.ARCHITECTURE),
     ] = "fp32"
     """adamw, bf16 weights: the format in which updates accumulate. bf16: there are no main weights,
     and weights are rounded stochastically; other layouts then draw other numbers.
     """
     store_param_remainders: Annotated[
         bool,
-        Key(
-            feeds="optimizer.store_param_remainders",
-            when=read_by("store_param_remainders"),
-            effect=Effect.PARALLELISM,
-        ),
+        Key(feeds="optimizer.", when=read_by("store_param_remainders"), effect=Effect.PARALLELISM),
     ] = False
     """adamw, bf16 weights: of each fp32 main weight, keep only the 16 bits that the weight lacks.
     Numbers stay the same, in two bytes less per parameter.
     """
     momentum: Annotated[
         Beta,
-        Key(
-            feeds="optimizer.sgd_momentum",
-            when=read_by("momentum"),
-            flag=Flag("--sgd-momentum", absent=0.9),
-        ),
+        Key(feeds="optimizer.sgd_momentum", when=read_by("momentum"), flag=Flag(SAME, absent=0.9)),
     ] = 0.9
     """sgd: momentum."""
     clip_grad: Annotated[PositiveFloat | None, Key(aka="max_grad_norm grad_clip")] = 1.0

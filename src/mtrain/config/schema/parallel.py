@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.schema.base import (
+    SAME,
     Degree,
     Effect,
     Flag,
@@ -44,7 +45,7 @@ class ActivationOffloadConfig(Section):
             when=_THERE,
             null=1 << 20,
             effect=Effect.RUNTIME,
-            flag=Flag("--min-offloaded-tensor-size", absent=1 << 20),
+            flag=Flag(SAME, absent=1 << 20),
             aka="min_offloaded_tensor_size",
             unit="elements",
         ),
@@ -56,7 +57,7 @@ class ActivationOffloadConfig(Section):
             feeds="activation_offload_fraction",
             when=_THERE,
             effect=Effect.RUNTIME,
-            flag=Flag("--activation-offload-fraction", absent=None),
+            flag=Flag(SAME, absent=None),
             aka="activation_offload_fraction",
         ),
     ] = None
@@ -67,7 +68,7 @@ class ActivationOffloadConfig(Section):
             feeds="delta_offload_bytes_across_pp_ranks",
             when=f"{_THERE} and parallel.pp>1",
             effect=Effect.RUNTIME,
-            flag=Flag("--delta-offload-bytes-across-pp-ranks", absent=None),
+            flag=Flag(SAME, absent=None),
             aka="delta_offload_bytes_across_pp_ranks",
             unit="bytes",
         ),
@@ -87,6 +88,8 @@ class RecomputeConfig(Section):
     number.
     """
 
+    core_prefix = "recompute_"
+
     granularity: Literal["none", "selective", "full", "auto"] | None = None
     """selective: the named modules of every layer; full: whole layers, of which only the inputs are
     kept; auto: none where a step fits the device or `budget_gib` by the plan, else the modules or
@@ -102,23 +105,18 @@ class RecomputeConfig(Section):
     """
     modules: Annotated[
         tuple[RecomputeModule, ...] | None,
-        Key(
-            feeds="recompute_modules",
-            when="parallel.recompute.granularity=selective",
-            null=("core_attn",),
-        ),
+        Key(feeds=SAME, when="parallel.recompute.granularity=selective", null=("core_attn",)),
     ] = Field(default=None, strict=False)
     """selective: the modules to recompute; null: core_attn."""
     method: Annotated[
         Literal["uniform", "block"] | None,
-        Key(feeds="recompute_method", when="parallel.recompute.granularity=full", null="uniform"),
+        Key(feeds=SAME, when="parallel.recompute.granularity=full", null="uniform"),
     ] = None
     """full: uniform keeps the input of every group of num_layers layers; block recomputes the first
     num_layers layers of each (virtual) stage, one by one; null: uniform.
     """
     num_layers: Annotated[
-        PositiveInt | None,
-        Key(feeds="recompute_num_layers", when="parallel.recompute.granularity=full", null=1),
+        PositiveInt | None, Key(feeds=SAME, when="parallel.recompute.granularity=full", null=1)
     ] = None
     """full: the layers of a group (uniform) or of a stage (block); null: 1."""
     distribute_saved_activations: Annotated[
@@ -129,7 +127,7 @@ class RecomputeConfig(Section):
                 "parallel.recompute.granularity=full and parallel.tp>1 and"
                 " parallel.sequence_parallel=false"
             ),
-            flag="--distribute-saved-activations",
+            flag=SAME,
         ),
     ] = False
     """full, tp without sequence_parallel: shard the kept inputs over the tp ranks."""
@@ -147,7 +145,7 @@ class UnresolvedParallel(Section):
         Degree,
         Key(
             feeds="tensor_model_parallel_size",
-            flag=Flag("--tensor-model-parallel-size", always=True),
+            flag=Flag(SAME, always=True),
             aka="tensor_parallel tensor_parallel_size",
         ),
     ] = 1
@@ -156,7 +154,7 @@ class UnresolvedParallel(Section):
         Degree,
         Key(
             feeds="pipeline_model_parallel_size",
-            flag=Flag("--pipeline-model-parallel-size", always=True),
+            flag=Flag(SAME, always=True),
             aka="pipeline_parallel pipeline_parallel_size",
         ),
     ] = 1
@@ -165,18 +163,10 @@ class UnresolvedParallel(Section):
         Degree, Key(aka="virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank")
     ] = 1
     """Virtual stages per rank (interleaved schedule)."""
-    cp: Annotated[
-        Degree,
-        Key(feeds="context_parallel_size", flag="--context-parallel-size", aka="context_parallel"),
-    ] = 1
+    cp: Annotated[Degree, Key(feeds="context_parallel_size", flag=SAME, aka="context_parallel")] = 1
     """Context parallel: the sequence is sharded over this many ranks."""
     ep: Annotated[
-        Degree,
-        Key(
-            feeds="expert_model_parallel_size",
-            flag="--expert-model-parallel-size",
-            aka="expert_parallel",
-        ),
+        Degree, Key(feeds="expert_model_parallel_size", flag=SAME, aka="expert_parallel")
     ] = 1
     """Expert parallel: the experts are sharded over this many ranks."""
     expert_imbalance: Annotated[
@@ -187,7 +177,7 @@ class UnresolvedParallel(Section):
     """
     etp: Annotated[Degree | None, Key(flag="--expert-tensor-parallel-size")] = None
     """Tensor parallel inside experts; null: as `tp`."""
-    sequence_parallel: Annotated[bool | None, Key(feeds="sequence_parallel")] = None
+    sequence_parallel: Annotated[bool | None, Key(feeds=SAME)] = None
     """Shard norms and residuals over the tp ranks along the sequence; null: true if tp is above 1
     on GPUs and the sequence divides. On a CPU only with experts, which need it with a tp above 1.
     """
@@ -196,7 +186,7 @@ class UnresolvedParallel(Section):
     need on a CPU.
     """
     cp_comm_type: Annotated[
-        Literal["all_gather", "p2p", "a2a", "a2a+p2p"] | None, Key(feeds="cp_comm_type")
+        Literal["all_gather", "p2p", "a2a", "a2a+p2p"] | None, Key(feeds=SAME)
     ] = None
     """The exchange by which attention sees the whole sequence under `cp`: all_gather gathers keys
     and values, p2p passes them around a ring, a2a exchanges the sequence for heads (Ulysses),
@@ -213,21 +203,14 @@ class UnresolvedParallel(Section):
     """a2a+p2p: ranks of an inner group (a2a) and number of such groups (p2p); their product is
     `cp`.
     """
-    hybrid_context_parallel: Annotated[
-        bool, Key(feeds="hybrid_context_parallel", flag="--hybrid-context-parallel")
-    ] = False
+    hybrid_context_parallel: Annotated[bool, Key(feeds=SAME, flag=SAME)] = False
     """Dynamic context parallelism: each packed document of a batch is sharded over as many
     data-parallel ranks (1, 2, 4, ...) as its length needs, so that documents of very different
     lengths train together; `cp` stays 1.
     """
     max_seqlen_per_dp_cp_rank: Annotated[
         PositiveInt | None,
-        Key(
-            feeds="max_seqlen_per_dp_cp_rank",
-            when="parallel.hybrid_context_parallel=true",
-            flag="--max-seqlen-per-dp-cp-rank",
-            unit="tokens",
-        ),
+        Key(feeds=SAME, when="parallel.hybrid_context_parallel=true", flag=SAME, unit="tokens"),
     ] = None
     """hybrid_context_parallel: the tokens of a document per rank; null: data.seq_length / dp."""
     pipeline_layout: str | None = None
@@ -236,13 +219,9 @@ class UnresolvedParallel(Section):
     """
     layers_per_stage: tuple[int, ...] | None = Field(default=None, strict=False)
     """The layers of each of the pp * vpp stages, in the order of the model; null: equal stages."""
-    account_for_embedding_in_pipeline_split: Annotated[
-        bool, Key(flag="--account-for-embedding-in-pipeline-split")
-    ] = False
+    account_for_embedding_in_pipeline_split: Annotated[bool, Key(flag=SAME)] = False
     """The embedding counts as a layer: the first stage holds one layer fewer than the others."""
-    account_for_loss_in_pipeline_split: Annotated[
-        bool, Key(flag="--account-for-loss-in-pipeline-split")
-    ] = False
+    account_for_loss_in_pipeline_split: Annotated[bool, Key(flag=SAME)] = False
     """The output layer and loss count as a layer: the last stage holds one layer fewer than the
     others.
     """
@@ -253,21 +232,17 @@ class UnresolvedParallel(Section):
     true on GPUs with data or context parallelism, for optimizers that can, without fsdp.
     """
     microbatch_group_size_per_vp_stage: Annotated[
-        PositiveInt | None, Key(feeds="microbatch_group_size_per_vp_stage", when="parallel.vpp>1")
+        PositiveInt | None, Key(feeds=SAME, when="parallel.vpp>1")
     ] = None
     """vpp: the micro-batches that a virtual stage runs before the next one starts; null: pp."""
     overlap_p2p_comm_warmup_flush: Annotated[
         bool,
-        Key(
-            feeds="overlap_p2p_comm_warmup_flush",
-            when="parallel.vpp>1",
-            flag="--overlap-p2p-communication-warmup-flush",
-        ),
+        Key(feeds=SAME, when="parallel.vpp>1", flag="--overlap-p2p-communication-warmup-flush"),
     ] = False
     """vpp: overlap the sends between stages with computation also while the pipeline fills and
     drains.
     """
-    overlap_grad_reduce: Annotated[bool | None, Key(feeds="ddp.overlap_grad_reduce")] = None
+    overlap_grad_reduce: Annotated[bool | None, Key(feeds="ddp.")] = None
     """Reduce gradients while the backward still runs; null: true on GPUs with data or context
     parallelism, without fsdp and hybrid_context_parallel.
     """
@@ -320,11 +295,7 @@ class UnresolvedParallel(Section):
     three.
     """
     hsdp_replicas: Annotated[
-        Degree,
-        Key(
-            feeds="wrap.num_distributed_optimizer_instances",
-            flag="--num-distributed-optimizer-instances",
-        ),
+        Degree, Key(feeds="wrap.num_distributed_optimizer_instances", flag=SAME)
     ] = 1
     """fsdp, distributed_optimizer: groups of data-parallel ranks that each hold one whole sharded
     copy (HSDP); gradients are reduced inside a group and then between groups.

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mtrain.config.engine.formats import ProductFormat, WeightFormat
-from mtrain.config.schema.base import Effect, Flag, Key, NonNegativeInt, PositiveInt, Section
+from mtrain.config.schema.base import SAME, Effect, Flag, Key, NonNegativeInt, PositiveInt, Section
 
 # A positive number that fp32 holds.
 LossScale = Annotated[float, Field(gt=0, le=2.0**127)]
@@ -28,24 +28,20 @@ class UnresolvedPrecision(Section):
     weights. null: bf16 on a GPU that has it, or with fp8 and fp4; else fp32.
     """
     grad_reduce_in_fp32: Annotated[
-        bool, Key(feeds="wrap.grad_reduce_in_fp32", aka="accumulate_allreduce_grads_in_fp32")
+        bool, Key(feeds="wrap.", aka="accumulate_allreduce_grads_in_fp32")
     ] = True
     """Accumulate and reduce gradients in fp32."""
     initial_loss_scale: Annotated[
         LossScale,
-        Key(
-            feeds="optimizer.initial_loss_scale",
-            when="precision.dtype=fp16",
-            flag=Flag("--initial-loss-scale", absent=4294967296.0),
-        ),
+        Key(feeds="optimizer.", when="precision.dtype=fp16", flag=Flag(SAME, absent=4294967296.0)),
     ] = 65536.0
     """The first dynamic loss scale (fp16 only)."""
     loss_scale_window: Annotated[
         PositiveInt,
         Key(
-            feeds="optimizer.loss_scale_window",
+            feeds="optimizer.",
             when="precision.dtype=fp16",
-            flag=Flag("--loss-scale-window", absent=1000),
+            flag=Flag(SAME, absent=1000),
             unit="steps",
         ),
     ] = 1000
@@ -53,9 +49,9 @@ class UnresolvedPrecision(Section):
     min_loss_scale: Annotated[
         LossScale,
         Key(
-            feeds="optimizer.min_loss_scale",
+            feeds="optimizer.",
             when="precision.dtype=fp16",
-            flag=Flag("--min-loss-scale", absent=1.0),
+            flag=Flag(SAME, absent=1.0),
             aka="min_scale",
         ),
     ] = 1.0
@@ -63,11 +59,7 @@ class UnresolvedPrecision(Section):
     loss_scale_hysteresis: Annotated[
         int,
         Field(ge=1, le=1000),
-        Key(
-            feeds="optimizer.hysteresis",
-            when="precision.dtype=fp16",
-            flag=Flag("--hysteresis", absent=2),
-        ),
+        Key(feeds="optimizer.hysteresis", when="precision.dtype=fp16", flag=Flag(SAME, absent=2)),
     ] = 2
     """The number of skipped updates after which the loss scale starts to fall; it rises after a
     window without any (fp16 only).
@@ -78,19 +70,14 @@ class UnresolvedPrecision(Section):
     """The number of updates skipped in a row, or all of a shorter run, that ends a run as a
     training fault once the loss scale cannot fall further (fp16 only).
     """
-    fp8: Annotated[Literal["e4m3", "hybrid"] | None, Key(feeds="fp8", flag="--fp8-format")] = None
+    fp8: Annotated[Literal["e4m3", "hybrid"] | None, Key(feeds=SAME, flag="--fp8-format")] = None
     """Linear layers and experts multiply in 8 bits, through TransformerEngine or, with the recipes
     tensorwise and blockwise, our kernels, which a CPU emulates: e4m3 for every tensor; hybrid:
     e4m3, and e5m2 for gradients of outputs; null: they multiply in `dtype`.
     """
     fp8_recipe: Annotated[
         Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None,
-        Key(
-            feeds="fp8_recipe",
-            when="precision.fp8",
-            null="tensorwise",
-            flag=Flag("--fp8-recipe", absent="delayed"),
-        ),
+        Key(feeds=SAME, when="precision.fp8", null="tensorwise", flag=Flag(SAME, absent="delayed")),
     ] = None
     """fp8: the extent of a scale, and when it is computed. delayed: a tensor, from the largest
     values of past steps; tensorwise: a tensor, from its own; blockwise: 128 values, or 128 x 128
@@ -98,24 +85,14 @@ class UnresolvedPrecision(Section):
     """
     fp8_margin: Annotated[
         Annotated[int, Field(ge=0, le=15)] | None,
-        Key(
-            feeds="fp8_margin",
-            when="precision.fp8_recipe=delayed",
-            null=0,
-            flag=Flag("--fp8-margin", absent=0),
-        ),
+        Key(feeds=SAME, when="precision.fp8_recipe=delayed", null=0, flag=Flag(SAME, absent=0)),
     ] = None
     """fp8_recipe=delayed: the powers of two between the largest value and the scale's limit; null:
     0.
     """
     fp8_amax_history_len: Annotated[
         Annotated[int, Field(ge=1, le=65536)] | None,
-        Key(
-            feeds="fp8_amax_history_len",
-            when="precision.fp8_recipe=delayed",
-            null=1024,
-            flag=Flag("--fp8-amax-history-len", absent=1),
-        ),
+        Key(feeds=SAME, when="precision.fp8_recipe=delayed", null=1024, flag=Flag(SAME, absent=1)),
     ] = None
     """fp8_recipe=delayed: the number of micro-batches whose largest values are remembered; null:
     1024.
@@ -123,68 +100,49 @@ class UnresolvedPrecision(Section):
     fp8_amax_compute_algo: Annotated[
         Literal["most_recent", "max"] | None,
         Key(
-            feeds="fp8_amax_compute_algo",
+            feeds=SAME,
             when="precision.fp8_recipe=delayed",
             null="max",
-            flag=Flag("--fp8-amax-compute-algo", absent="most_recent"),
+            flag=Flag(SAME, absent="most_recent"),
         ),
     ] = None
     """fp8_recipe=delayed: the remembered value that sets the scale; null: max."""
     fp8_wgrad: Annotated[
         bool,
-        Key(
-            feeds="fp8_wgrad",
-            when="precision.fp8_recipe=delayed",
-            flag=Flag("--no-fp8-wgrad", off=True),
-        ),
+        Key(feeds=SAME, when="precision.fp8_recipe=delayed", flag=Flag("--no-fp8-wgrad", off=True)),
     ] = True
     """fp8_recipe=delayed: false computes the gradients of weights in `dtype`."""
     fp8_dot_product_attention: Annotated[
-        bool,
-        Key(
-            feeds="fp8_dot_product_attention",
-            when="precision.fp8_recipe=delayed|tensorwise",
-            flag="--fp8-dot-product-attention",
-        ),
+        bool, Key(feeds=SAME, when="precision.fp8_recipe=delayed|tensorwise", flag=SAME)
     ] = False
     """fp8_recipe=delayed or tensorwise: run the two GEMMs of attention in 8 bits too."""
     fp8_multi_head_attention: Annotated[
         bool,
         Key(
-            feeds="fp8_multi_head_attention",
+            feeds=SAME,
             when="precision.fp8_dot_product_attention=true and precision.fp8_recipe=delayed",
-            flag="--fp8-multi-head-attention",
+            flag=SAME,
         ),
     ] = False
     """fp8_dot_product_attention, delayed: keep the inputs and outputs of attention in 8 bits."""
     tp_only_amax_red: Annotated[
-        bool,
-        Key(
-            feeds="tp_only_amax_red", when="precision.fp8_recipe=delayed", flag="--tp-only-amax-red"
-        ),
+        bool, Key(feeds=SAME, when="precision.fp8_recipe=delayed", flag=SAME)
     ] = False
     """fp8_recipe=delayed: share the largest values only among the tensor-parallel ranks, not among
     all that hold the weight.
     """
-    fp4: Annotated[Literal["e2m1"] | None, Key(feeds="fp4", flag="--fp4-format")] = None
+    fp4: Annotated[Literal["e2m1"] | None, Key(feeds=SAME, flag="--fp4-format")] = None
     """Linear layers multiply in 4 bits, through TransformerEngine; null: they do not."""
     fp4_recipe: Annotated[
         Literal["nvfp4"] | None,
-        Key(
-            feeds="fp4_recipe",
-            when="precision.fp4",
-            null="nvfp4",
-            flag=Flag("--fp4-recipe", absent="nvfp4"),
-        ),
+        Key(feeds=SAME, when="precision.fp4", null="nvfp4", flag=Flag(SAME, absent="nvfp4")),
     ] = None
     """fp4: nvfp4 scales 16 values in 8 bits and the tensor in 32, with a random Hadamard transform
     and stochastic rounding where gradients need them (NVIDIA 2025, arXiv 2509.25149); null: nvfp4.
     """
-    num_layers_at_start_in_bf16: Annotated[
-        NonNegativeInt, Key(feeds="num_layers_at_start_in_bf16")
-    ] = 0
+    num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Key(feeds=SAME)] = 0
     """fp8 except delayed, fp4: the number of first layers that keep `dtype`."""
-    num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Key(feeds="num_layers_at_end_in_bf16")] = 0
+    num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Key(feeds=SAME)] = 0
     """fp8 except delayed, fp4: the number of last layers that keep `dtype`."""
 
     @property

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mtrain.config.schema.base import (
     MOST_RANKS,
+    SAME,
     Effect,
     Flag,
     Key,
@@ -69,12 +70,7 @@ class UnresolvedTrainer(Section):
     """
     eval_interval: Annotated[
         NonNegativeInt | None,
-        Key(
-            effect=Effect.RUNTIME,
-            flag=Flag("--eval-interval", absent=1000),
-            aka="eval_steps",
-            unit="steps",
-        ),
+        Key(effect=Effect.RUNTIME, flag=Flag(SAME, absent=1000), aka="eval_steps", unit="steps"),
     ] = None
     """Steps between evaluations during the run; 0: only at the end, and by eval_minutes.
 
@@ -86,12 +82,12 @@ class UnresolvedTrainer(Section):
     """
     eval_iters: Annotated[
         NonNegativeInt,
-        Key(effect=Effect.RUNTIME, flag=Flag("--eval-iters", absent=100), unit="global batches"),
+        Key(effect=Effect.RUNTIME, flag=Flag(SAME, absent=100), unit="global batches"),
     ] = 4
     """The global batches of the validation split per evaluation, in which each sample counts once:
     a smaller split ends it; 0: never evaluate.
     """
-    seed: Annotated[int, Field(ge=0, lt=2**63), Key(flag=Flag("--seed", absent=1234))] = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63), Key(flag=Flag(SAME, absent=1234))] = 1234
     """The seed of weights and sample order, which do not depend on the layout, and of dropout:
     stages, data- and context-parallel ranks draw different masks, tensor-parallel ranks the same
     ones for tensors that each holds whole.
@@ -113,8 +109,7 @@ class UnresolvedTrainer(Section):
     separately. Layers of multi-token prediction have none; null: none.
     """
     deterministic: Annotated[
-        bool,
-        Key(feeds="deterministic_mode", effect=Effect.PARALLELISM, flag="--deterministic-mode"),
+        bool, Key(feeds="deterministic_mode", effect=Effect.PARALLELISM, flag=SAME)
     ] = False
     """Use only algorithms that give the same bits every time, where a GPU has faster ones; an
     operation without such an algorithm is an error. On a CPU every run is deterministic.
@@ -139,11 +134,11 @@ class UnresolvedTrainer(Section):
     cuda_graph_warmup_steps: Annotated[
         PositiveInt | None,
         Key(
-            feeds="cuda_graph_warmup_steps",
+            feeds=SAME,
             when="trainer.cuda_graph_impl=local|transformer_engine|full_iteration",
             null=3,
             effect=Effect.RUNTIME,
-            flag=Flag("--cuda-graph-warmup-steps", absent=3),
+            flag=Flag(SAME, absent=3),
             unit="steps",
         ),
     ] = None

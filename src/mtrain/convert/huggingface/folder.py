@@ -24,7 +24,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTERS = "adapter_model.safetensors"
 SWAPPED = "0.18.1"
 STRAIGHT = "0.19.1"
-"""Versions of `peft` that stand for the two forms of experts' adapters."""
+"""Versions of `peft` that differ in the form of experts' adapters."""
 PEFT_VERSIONS = {"0.19": STRAIGHT, "0.18": SWAPPED}
 """Version of `peft` in a command -> the version in the written files."""
 COMPANIONS = (
@@ -78,7 +78,7 @@ def open_folder(path: Path) -> Folder:
         return Folder(path, _indexed(path, _weight_map(path / INDEX)))
     if (path / WEIGHTS).is_file():
         return Folder(path, read_header(path / WEIGHTS))
-    # the usual names, for a message that says what to do
+    # look for the usual names, so that the message can suggest a remedy
     pickle = next((name for name in PICKLES if (path / name).exists()), None)
     if pickle is not None:
         raise pickle_refused(path / pickle, "transformers")

@@ -61,9 +61,7 @@ def save_logits(folder: Path, ids: list[int], out: Path, model: ModelConfig) -> 
 
 
 def _as_known(kind: str, values: dict[str, Any]) -> Any:
-    """Return the configuration of a folder whose `model_type` transformers has no name for, as the
-    family's that it is.
-    """
+    """Return the configuration of a `model_type` unknown to transformers, as its family's."""
     from transformers import AutoConfig
 
     plain = {

@@ -136,9 +136,7 @@ def open_matching(run: RunConfig, source: Path) -> tuple[str, Folder]:
 
 
 def _apart(run: RunConfig, there: RunConfig, keys: list[str], source: Path) -> Iterator[Problem]:
-    """Yield a problem for each key of the model that the weights have otherwise, but for those that
-    follow from others.
-    """
+    """Yield a problem for each key of the model that differs from the weights'."""
     mine = run.flat()
     values = there.flat()
     # keys that differ only once they are resolved are named if there are no others

@@ -1,6 +1,4 @@
-"""Tensors of a Hugging Face folder in memory: as they are, or put together where they were stored
-in fewer bits.
-"""
+"""Tensors of a Hugging Face folder in memory, dequantised where they were stored in fewer bits."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def load(stored: Tensor) -> RawArray:
 
 @dataclass
 class Reader:
-    """The weights of a folder by the names that a table has for them; remembers a hash of
-    everything that it read.
-    """
+    """The weights of a folder by a table's names, with a hash of everything read."""
 
     folder: Folder
 
@@ -72,9 +68,7 @@ class Reader:
         return "BF16" if self.decoding(name) else self.folder.tensors[name].dtype
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of a weight in memory: bf16 for fp8, and for mxfp4 with two numbers a
-        byte.
-        """
+        """Return the bytes of a weight in memory: bf16 for fp8, two numbers a byte for mxfp4."""
         stored = self.folder.tensors[self.parts(name)[0]].nbytes
         if name in self._fp8:
             return 2 * stored
@@ -91,7 +85,7 @@ class Reader:
         return ""
 
     def tensor(self, name: str) -> RawArray:
-        """Return a weight; what was stored in fewer bits comes in bf16, and is computed by torch.
+        """Return a weight; torch dequantises weights stored in fewer bits to bf16.
 
         Raises:
             CorruptData: it cannot be read, or its parts do not fit together.
@@ -131,9 +125,7 @@ def _of_fp8(name: str, weight: torch.Tensor, factors: torch.Tensor) -> torch.Ten
 
 
 def _of_mxfp4(name: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bytes `blocks` [..., n, groups, 16] and exponents `scales` [..., n, groups] as [...,
-    groups * 32, n].
-    """
+    """Return `blocks` [..., n, groups, 16] times `scales` as [..., groups * 32, n]."""
     import torch
 
     bytes_only = blocks.dtype == scales.dtype == torch.uint8

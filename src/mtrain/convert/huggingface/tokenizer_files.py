@@ -1,6 +1,4 @@
-"""The files of the tokenizer that an export ships: those of the tokenizer that the run was trained
-with.
-"""
+"""The tokenizer files of an export: the files of the run's training."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _complete(out: Path) -> None:
-    """Say in tokenizer_config.json, where nothing says it, how the file is read and which token
-    ends a text.
-    """
+    """Complete tokenizer_config.json with the reader and the end of a text."""
     settings = ChatFormat(out).settings
     more = {key: value for key, value in PLAIN.items() if key not in settings}
     # without it, generation with transformers would not stop
@@ -64,9 +60,7 @@ def _complete(out: Path) -> None:
 
 
 def special_ids(home: Path) -> dict[str, int]:
-    """Return `bos_token_id`, `eos_token_id` and `pad_token_id`, as far as the run's tokenizer
-    defines them.
-    """
+    """Return the ids of the tokens bos, eos and pad that the run's tokenizer defines."""
     if not (home / TOKENIZER).is_file():
         return {}
     from mtrain.data.text.tokenizer import Tokenizer
@@ -85,8 +79,8 @@ def special_ids(home: Path) -> dict[str, int]:
 def also_ending(home: Path, generation: Path) -> None:
     """Add the end token of the run's tokenizer to those of a generation_config.json.
 
-    The chat template of a run may end turns with a token of its own. The settings that came with
-    imported weights stay unchanged.
+    The chat template of a run may have its own token for the end of a turn. The settings that came
+    with imported weights stay unchanged.
     """
     own = home / SETTINGS_FILE
     imported = home / KEPT / SETTINGS_FILE

@@ -2,9 +2,9 @@
 
 No class that the pickle names is imported.
 
-Megatron-LM has yarn as a type of position embedding with arguments for its numbers. Some of them
-are shared with MLA; forks prefix all of them with `yarn_`. It has no other scaling, so an export
-stores the others under our keys.
+Megatron-LM knows one scaling, yarn: a type of position embedding with arguments, some of which MLA
+shares and all of which forks prefix with `yarn_`. An export stores other scalings under mtrain's
+keys.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class Difference(NamedTuple):
     becomes: Any
     """The value of the key that the argument means."""
     why: str = ""
-    """Reason why the argument cannot be imported; or, with a key, why `becomes` is what Megatron-LM
-    computes.
-    """
+    """Reason against importing the argument; or, with a key, for `becomes`."""
 
 
 def is_whole(kept: Mapping[str, Any]) -> bool:
@@ -57,7 +55,7 @@ MOST_ITEMS = 1 << 14
 
 
 class _Every:
-    """A container of all names: none of them is run, and only plain values are read."""
+    """A set of all names: the reader runs none of them, and returns plain values only."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -94,9 +92,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def kept_in(folder: Path, common: Chunk | None = None) -> Path:
-    """Return the file that has a checkpoint's arguments: `common.pt` where there is one, as
-    megatron-core reads it.
-    """
+    """Return the file with a checkpoint's arguments: `common.pt` if it exists."""
     return folder / COMMON if common is None or (folder / COMMON).exists() else common.path
 
 
@@ -126,12 +122,12 @@ _NUMBERS: dict[str, tuple[str, Any]] = {
     "beta_slow": ("yarn_beta_slow", 1.0),
     "truncate": ("yarn_correction_range_round_to_int", True),
 }
-"""Key -> the argument of Megatron-LM, and what it is where it is not given."""
+"""Key -> the argument of Megatron-LM, and its default."""
 _WEIGHTS: dict[str, tuple[str, Any]] = {
     "mscale": ("mscale", 1.0),
     "mscale_all_dim": ("mscale_all_dim", 0.0),
 }
-"""The same of the two that say together what cosines and sines are multiplied with."""
+"""The same for the two keys of the factor of cosines and sines."""
 _PREFIXED = {"rotary_scaling_factor": "yarn_rotary_scaling_factor"} | {
     name: f"yarn_{name}" for name in _WEIGHTS
 }
@@ -141,12 +137,12 @@ _MOST = 1e12
 
 
 def as_rope(kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments with yarn as what it is here: rotary positions, with a scaling."""
+    """Return the arguments with yarn as mtrain has it: rotary positions with a scaling."""
     return {**kept, POSITIONS: "rope"} if kept.get(POSITIONS) == YARN else kept
 
 
 def scaling_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments that say how rotary frequencies of a model are scaled."""
+    """Return the arguments for the scaling of a model's rotary frequencies."""
     scaling = model.rope_scaling
     if scaling is None:
         return {f"{_OURS}rope_type": None}
@@ -162,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(scaling: RopeScalingConfig, model: ModelConfig) -> dict[str, Any]:
-    """Return the numbers of a yarn of ours, where null is a number too."""
+    """Return the numbers of a run's yarn, null included."""
     usual = {key: value for key, (_, value) in _NUMBERS.items()}
     usual["original_max_position_embeddings"] = model.max_position_embeddings
     given = {key: getattr(scaling, key) for key in usual}
@@ -184,7 +180,7 @@ def _weights(scaling: RopeScalingConfig, model: ModelConfig) -> dict[str, float]
 def scaling_differences(kept: Mapping[str, Any], run: RunConfig) -> Iterator[Difference]:
     """Yield the differences of a checkpoint's scaling of rotary frequencies from a run's.
 
-    MLA has a scaling of its own.
+    MLA has its own scaling.
     """
     ours = run.model.rope_scaling
     if run.model.mla is not None or kept.get("multi_latent_attention"):
@@ -245,7 +241,7 @@ def _of_weights(
 
 
 def _kept(kept: Mapping[str, Any], name: str, usual: Any) -> tuple[str, Any]:
-    """Return the argument that says a number of yarn, and what it says; None: nothing."""
+    """Return the argument that sets a number of yarn, and its value, if a checkpoint has one."""
     # the longer name is only yarn's, so that it counts first
     for given in (_PREFIXED.get(name, name), name):
         if kept.get(given) is not None:
@@ -271,7 +267,7 @@ def _attention(theirs: Mapping[str, Any], factor: float) -> float:
 
 
 def _as_keys(theirs: Mapping[str, Any], factor: float) -> dict[str, float | None]:
-    """Return the keys that say the same factor of cosines and sines."""
+    """Return the keys that determine the factor of cosines and sines."""
     attention = _attention(theirs, factor)
     usual = _attention({}, factor)
     above, below = (_weight(theirs, key) for key in _WEIGHTS)

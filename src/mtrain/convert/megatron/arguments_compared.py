@@ -37,19 +37,16 @@ _NEGATED = {
     "--no-bias-gelu-fusion": "bias_gelu_fusion",
     "--no-position-embedding": "add_position_embedding",
 }
-"""Switches that make an argument false -> its name; any other flag is called as the argument that
-it sets.
-"""
+"""Switches that make an argument false -> its name; other flags have the argument's name."""
 _LEFT_OUT = ("vocab_size", "max_position_embeddings", "mask_padded_vocab", "mtp_use_repeated_layer")
-"""Keys of which the weights say enough, or that change no number of a token."""
+"""Keys that the weights determine, or that change no number of a token."""
 _SAME_NUMBERS = ("--apply-query-key-layer-scaling", "--use-legacy-models")
 """Unmapped flags without effect on the result: scores are divided by the layer's number and
 multiplied by it again; and older code for the same network.
 """
 _BALANCE = "model.moe.router_load_balancing_type"
 _SINKHORN = "sinkhorn"
-"""The balancing that weighs experts by other scores in evaluation too; others affect only training.
-"""
+"""The balancing that weighs experts by other scores in evaluation, too, not only in training."""
 
 _SAME_NAME = (
     "num_layers",
@@ -73,7 +70,7 @@ _SAME_NAME = (
 @cache
 def _entries() -> tuple[Entry, ...]:
     """Return the entries of the table for compared keys of a model."""
-    # without keys of which the weights say enough
+    # without keys that the weights determine
     left = {f"{_OF}{key}" for key in _LEFT_OUT}
     return tuple(
         e for e in table() if e.flags and any(k.startswith(_OF) and k not in left for k in e.keys)
@@ -222,9 +219,7 @@ def _is_there(draft: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_stated(entry: Entry, kept: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint says what an entry reads: all of its arguments, or one that is
-    set.
-    """
+    """Return whether a checkpoint has all arguments that an entry reads, or a set one."""
     held = [
         f
         for f in entry.flags
@@ -272,24 +267,22 @@ def _effective(draft: Mapping[str, Any], key: str) -> Any:
 
 
 def _named(entry: Entry, kept: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Return the argument to name: the first that is not what an export of ours says, or that is
-    there.
-    """
+    """Return the argument to name: the first that differs from our export's, or exists."""
     names = [argument_of(flag) for flag in entry.flags if argument_of(flag) in kept]
     return next((name for name in names if (kept[name] or None) != (ours[name] or None)), names[0])
 
 
 @cache
 def _unflagged() -> dict[str, str]:
-    """Return keys without a flag that change what a model computes -> the argument that says one.
+    """Return keys without a flag that change a model's results -> their arguments.
 
-    That is the field of megatron-core which the key feeds; where it feeds none the key itself, in
-    exports of ours.
+    An argument is the field of megatron-core that the key feeds; if it feeds none, mtrain's exports
+    store the key itself.
     """
     out = {}
     for key in schema_keys():
         changes = effect_of(key) in (Effect.ARCHITECTURE, Effect.NUMERICS)
-        # which has arguments of its own
+        # which has its own arguments
         of_model = key.startswith(_OF) and not key.startswith("model.rope_scaling.")
         if of_model and changes and key not in flags_of() and _is_compared(key):
             out[key] = key_of(key).feeds or key.removeprefix(_OF)
@@ -309,7 +302,7 @@ def _without_flags(
 ) -> Iterator[Difference]:
     """Yield the keys without a flag that differ from a checkpoint, or from Megatron-LM's default.
 
-    `draft` are the keys that the flags say; a few of those follow from other flags.
+    `draft` holds the keys that the flags set; a few follow from other flags.
     """
     values = run.flat()
     for key, name in _unflagged().items():
@@ -327,9 +320,7 @@ def _without_flags(
 
 
 def _meant(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key, where null is what the schema says that it stands for, or a number
-    that others give.
-    """
+    """Return the value of a key, with null as its meaning in the schema or from others."""
     value = _effective(values, key)
     null = key_of(key).null
     return float(null) if value is None and isinstance(null, int | float) else value

@@ -1,6 +1,4 @@
-"""A checkpoint of megatron-core as a whole: in as a run's checkpoint, and out as one that
-Megatron-LM loads.
-"""
+"""A whole checkpoint of megatron-core: imported, or exported for Megatron-LM to load."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
 KIND = "torch_dist"
 """The name of the format in a certificate."""
 LAYOUTS = ("stacked", "apart")
-"""Layouts of layers in an export: one tensor with all layers along its first axis, or a tensor for
-each layer.
-"""
+"""Layouts of layers in an export: one tensor of all, or a tensor for each layer."""
 
 
 def open_weights(source: Path) -> TorchDist:
@@ -74,7 +70,7 @@ def export_checkpoint(
         checkpoint: of a run.
         run: whose model it is.
         out: an existing folder.
-        dtype: number format of what is written; None: as the checkpoint has it.
+        dtype: number format to write; None: that of the checkpoint.
         layers: one of `LAYOUTS`; None: stacked where all layers are alike, as megatron-core's own
             default is.
 

@@ -1,7 +1,7 @@
 """Pickles read as data: nothing in them is imported or called; an unexpected name is refused.
 
 A pickle is a program for a small stack machine. This machine makes only texts, numbers, lists and
-records of what a pickle names. A name that the reader did not admit ends it.
+records, and stops at a name that the reader did not admit.
 
 Source: the opcodes are those of Python's `pickletools`.
 """
@@ -27,9 +27,7 @@ PROTOCOLS = range(2, 6)
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class, function or constant that a pickle names, as `module.name`; it is nothing but this
-    text.
-    """
+    """A class, function or constant that a pickle names, kept as the text `module.name`."""
 
     text: str
 
@@ -74,7 +72,7 @@ def read(data: bytes, admitted: Container[str], where: str) -> Any:
         data: the whole pickle. Memory and time are at most proportional to its size, and bounded by
             `MAX_STEPS`.
         admitted: the names that it may hold.
-        where: what the message of an error begins with.
+        where: the begin of error messages.
 
     Raises:
         CorruptData: no pickle, one that is cut, or one that names something else; nothing of it was

@@ -39,9 +39,7 @@ MOST_PARTS = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a checkpoint, or of one that counts layers or experts along its first axes a
-    place there.
-    """
+    """A tensor of a checkpoint, or one place of a tensor that counts layers or experts."""
 
     stored: Stored
     numbers: tuple[int, ...] = ()
@@ -63,9 +61,7 @@ class Part:
 
 
 class TorchDistReader:
-    """The weights of a checkpoint by their one name each; remembers a hash of everything that it
-    read.
-    """
+    """The weights of a checkpoint by name, with a hash of everything that was read."""
 
     def __init__(self, source: TorchDist) -> None:
         """Take what `open_torch_dist` gave.
@@ -105,7 +101,7 @@ class TorchDistReader:
 
     def _join_halves(self) -> None:
         for gate in [name for name in self._held if name.endswith(GATE)]:
-            # megatron-core stores gate and up of SwiGLU apart, and a weight of ours has both
+            # megatron-core stores gate and up of SwiGLU apart; mtrain has both in one weight
             whole = gate.removesuffix(GATE)
             if f"{whole}{UP}" in self._held:
                 gates = self._held.pop(gate)
@@ -148,7 +144,7 @@ class TorchDistReader:
         """Return a weight. It may be there under several names, as a norm is; then all are read.
 
         Raises:
-            CorruptData: it cannot be read, or what holds it twice does not hold the same.
+            CorruptData: it cannot be read, or its copies differ.
         """
         # stored twice, it has to be the same twice
         found, *others = (self._whole(parts) for parts in self._held[name])
@@ -165,7 +161,7 @@ class TorchDistReader:
         return "" if len(parts) > 1 else self.hashes[parts[0].name]
 
     def _whole(self, parts: tuple[Part, ...]) -> RawArray:
-        """Return a weight of its one part, or of its gate and what is gated."""
+        """Return a weight from its one part, or from gate and up."""
         if len(parts) > 1 and (
             not parts[0].shape or len({(part.dtype, part.shape[1:]) for part in parts}) > 1
         ):
@@ -184,9 +180,7 @@ class TorchDistReader:
         return out
 
     def _chunks(self, part: Part) -> Iterable[Chunk]:
-        """Yield the chunks that hold a part: those of its own place, and those that
-        span several.
-        """
+        """Yield the chunks of a part: its own, and any that span several parts."""
         lead = len(part.numbers)
         if part.stored.name not in self._by_place:
             placed: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
@@ -201,9 +195,7 @@ class TorchDistReader:
 
 
 def _copy(stored: Stored, chunk: Chunk, box: RawArray, offset: tuple[int, ...]) -> None:
-    """Fill what a chunk holds of `box`, which lies at `offset` in the tensor; no more of the chunk
-    is read.
-    """
+    """Fill in a chunk's part of `box` at `offset` of the tensor, reading no more of it."""
     lows = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
     highs = [
         min(a + n, b + m)
@@ -245,10 +237,9 @@ def _fill(file: Any, buffer: memoryview, name: str) -> None:
         done += count
 
 
-MAX_PICKLE_BYTES = MAX_DIRECTORY_BYTES = 1 << 20
-"""Limits of the pickle of one tensor, and of the directory of its four or five entries; usual ones
-are a thousand times smaller.
-"""
+MAX_PICKLE_BYTES = 1 << 20
+MAX_DIRECTORY_BYTES = MAX_PICKLE_BYTES
+"""Limits of a tensor's pickle and of its directory, usually a thousand times smaller."""
 _LOCAL_HEADER = 30
 _ORDER = b"little"
 _STORAGES = {
@@ -274,9 +265,7 @@ ADMITTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The place of a chunk's numbers: element `index` is at `start` plus the sum of index times
-    stride, in numbers.
-    """
+    """The place of a chunk's numbers: `index` is at `start` plus the sum of index * stride."""
 
     path: Path
     start: int
@@ -348,9 +337,7 @@ Described = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def _described(made: Any, where: str) -> Described:
-    """Return number format, name and numbers of its storage, its first number in it, shape and
-    strides of a saved tensor.
-    """
+    """Return format, name and size of its storage, and offset, shape and strides of a tensor."""
     wrong = CorruptData(f"{where} is no tensor that torch saved")
     if not isinstance(made, Record) or made.name not in _TENSORS or len(made.arguments) < 4:
         raise wrong

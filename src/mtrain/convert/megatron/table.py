@@ -18,43 +18,37 @@ from mtrain.models.gpt.torch_dist import VOCABULARY, one_name
 from mtrain.models.table import SAME, Copy, Entry, Operation, Table, with_rows
 
 MOST_PADDING = 8192
-"""Rows of a table of token ids beyond the vocabulary: fewer, as 128 for each of 64 tensor-parallel
-ranks make.
-"""
+"""Fewer padded rows beyond the vocabulary than 128 for each of 64 ranks."""
 
 
 def _rows(tensors: list[Any], model: Any) -> list[Any]:
-    """Return rows up to those of our padded vocabulary, whatever theirs is padded to; unchanged
-    where it is another's.
-    """
+    """Return rows up to our padded vocabulary; unchanged for another vocabulary."""
     (table,) = tensors
     ids = model.vocab_size
     rows = model.padded_vocab_size
     # another model's: `match` reports its shape
     if not ids <= len(table) < ids + MOST_PADDING:
         return tensors
-    # theirs may be padded to less than a multiple of 128
+    # Megatron-LM may pad to less than a multiple of 128
     if len(table) < rows:
         return [with_rows(table, rows)]
     return [table[:rows]]
 
 
 PADDING = Operation("padded vocabulary", _rows, lambda tensors, model: tensors)
-"""Theirs is padded to a multiple of their own; ours to one of 128.
+"""Megatron-LM pads to its own multiple; mtrain to one of 128.
 
 Rows that both have are kept as they are.
 """
 
 
 def torch_dist_name(box: Box) -> str:
-    """Return the one name that a tensor of ours has in a checkpoint of megatron-core."""
+    """Return the one name of a run's tensor in a checkpoint of megatron-core."""
     return one_name(box.key, box.offset[: box.lead])
 
 
 def table_of(ours: Mapping[str, Box]) -> Table:
-    """Return the table of a model's weights; it is made of megatron-core's own names for our model
-    (`ShardSpec`).
-    """
+    """Return the table of a model's weights, from megatron-core's names (`ShardSpec`)."""
     return Table(
         once=tuple(_entry(name, torch_dist_name(tensor)) for name, tensor in ours.items()),
         layer=(),
@@ -75,7 +69,7 @@ def check_shapes(reader: TorchDistReader, ours: Mapping[str, Box], ids: int) -> 
     """
     for own, tensor in ours.items():
         name = torch_dist_name(tensor)
-        if name not in reader.names:  # which `match` says
+        if name not in reader.names:  # `match` reports it
             continue
         shape = reader.shape(name)
         padded = (
@@ -110,11 +104,10 @@ class _Cut:
 def comparable_weights(
     reader: TorchDistReader, checkpoint: CheckpointReader, run: RunConfig
 ) -> list[NamedWeights]:
-    """Return the weights of a checkpoint of megatron-core and those of one of ours, to be compared;
-    padding is left out.
+    """Return the weights of a megatron-core and of an mtrain checkpoint to compare, unpadded.
 
     Raises:
-        CorruptData: the checkpoint of ours lacks a weight of the run's model.
+        CorruptData: mtrain's checkpoint lacks a weight of the run's model.
     """
     ours = model_boxes(run)
     weights = Weights(checkpoint, run, table_of(ours), ours)

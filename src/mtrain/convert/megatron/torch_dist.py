@@ -2,10 +2,9 @@
 
 It is data; needs no torch.
 
-Such a folder is one of torch.distributed.checkpoint: `.metadata` is a pickle that says of every
-tensor its shape and its chunks, and where in which `.distcp` file the bytes of each chunk are.
-Nothing is unpickled (`pickled`), and all that the folder says of itself is compared with its files
-before any memory is taken.
+Such a folder is one of torch.distributed.checkpoint: `.metadata` is a pickle with the shape and
+chunks of every tensor, and the place of each chunk's bytes in a `.distcp` file. Nothing is
+unpickled (`pickled`), and the metadata is compared with the files before any memory is taken.
 
 Source: the classes of `torch.distributed.checkpoint.metadata` and `.filesystem`, torch 2.13.
 """
@@ -70,8 +69,7 @@ ADMITTED = frozenset(
         *DTYPES,
     ]
 )
-"""Names that `.metadata` may contain, with those of the save plan of megatron-core 0.14 and 0.15.
-"""
+"""Names that `.metadata` may contain, also in save plans of megatron-core 0.14 and 0.15."""
 
 
 _COMMON = "common_state/shard_0_1"
@@ -98,9 +96,7 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    """Chunks that cover the tensor exactly. A tensor that is no weight has none here: its chunks
-    are not checked.
-    """
+    """Chunks that cover the tensor exactly; empty for a tensor that is no weight."""
 
     @property
     def nbytes(self) -> int:
@@ -116,8 +112,7 @@ class TorchDist:
     tensors: dict[str, Stored] = field(default_factory=dict)
     objects: int = 0
     common: Chunk | None = None
-    """The arguments and other common state, which since megatron-core 0.19 is one of the objects.
-    """
+    """The arguments and other common state, one of the objects since megatron-core 0.19."""
 
 
 def is_torch_dist(path: Path) -> bool:
@@ -129,14 +124,13 @@ def open_torch_dist(path: Path, is_weight: Callable[[str], bool] = lambda name: 
     """Return the tensors that a checkpoint's metadata names, compared with its files.
 
     Args:
-        path: a folder such as `iter_0000100`, or the one that holds it with
+        path: a folder such as `iter_0000100`, or its parent with
             `latest_checkpointed_iteration.txt`.
         is_weight: of which tensors chunks are wanted. Their files are there, hold as many bytes,
             and every number of the tensor is in one chunk.
 
     Raises:
-        CorruptData: no such checkpoint, or one whose metadata is not that of its files; nothing of
-            it was run.
+        CorruptData: no checkpoint, or its metadata does not match its files; nothing of it was run.
     """
     path = _newest(path)
     _check_backend(path)

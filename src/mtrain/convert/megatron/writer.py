@@ -47,7 +47,7 @@ from mtrain.models.gpt.torch_dist import gathered, modules_with_state, names_wri
 from mtrain.models.table import Step
 
 VERSION = 3.0
-"""`checkpoint_version` of Megatron-LM, which stands for an order of queries, keys and values."""
+"""`checkpoint_version` of Megatron-LM, which defines an order of queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,7 @@ class _Planner(SavePlanner):
 
 
 def _states(piece: _Piece, counts: list[int]) -> Iterator[str]:
-    """Yield the keys of the module state that megatron-core requires with a weight; it
-    may be None.
-    """
+    """Yield the keys of module state that megatron-core requires, which may be None."""
     place, of = (".".join(map(str, numbers)) for numbers in (piece.numbers or (0,), counts or (1,)))
     for module in modules_with_state(piece.name):
         yield f"{module}._extra_state/shard_{place}_{of}"
@@ -152,7 +150,8 @@ def _pieces(weights: Weights, model: ModelConfig, *, stacked: bool) -> Iterator[
 
 
 def export_torch_dist(weights: Weights, run: RunConfig, out: Path, *, stacked: bool) -> Record:
-    """Write the folder `release`, and the file that says so to Megatron-LM, into the folder `out`.
+    """Write the folder `release`, and the file that names it for Megatron-LM, into the folder
+    `out`.
 
     One file holds all weights. Peak memory is that of the largest weight: an embedding, or one
     layer's or expert's.

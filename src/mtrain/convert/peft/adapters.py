@@ -1,7 +1,7 @@
 """Low-rank adapters by the names and in the shapes that `peft` has for them, out and in.
 
-A table of weights says which layers of transformers one of ours is. Rows of `lora_b` go the way
-that the rows of its weight go, so the same operation parts and joins them.
+A table of weights maps mtrain's layers to those of transformers. Rows of `lora_b` move like the
+rows of its weight, so the same operation splits and joins them.
 
 `peft` keeps the adapters of experts, which transformers has in one parameter [experts, out, in], as
 one matrix each: `lora_A` [experts * r, in] with the ranks of one expert after another, `lora_B`
@@ -40,15 +40,13 @@ class PeftAdapters:
     parameters: list[str] = field(default_factory=list)
     """Parameters of experts with one."""
     ranks: dict[str, int] = field(default_factory=dict)
-    """Layers whose rank is another: transformers has in one what has several adapters here."""
+    """Layers with another rank: one of transformers is several here, each with an adapter."""
     transposed: bool = False
     """True if layers are of GPT-2's kind, whose weights are [in, out]."""
 
 
 def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tuple[Step, list[Any]]]:
-    """Yield the steps of a table whose weights of ours have adapters in `held`, by the name of the
-    weight, with those.
-    """
+    """Yield each step whose weights have adapters in `held`, with those, by weight."""
     for step in table.entries(model):
         if all(name in held for name in step.ours):
             yield step, [held[name] for name in step.ours]
@@ -57,9 +55,7 @@ def steps_of(table: Table, model: Any, held: Mapping[str, Any]) -> Iterator[tupl
 def to_peft(
     table: Table, model: Any, held: Mapping[str, Whole], *, swapped: bool = False
 ) -> PeftAdapters:
-    """Return the adapters `held` of our weights, by the name of the weight, as `peft` has them;
-    `swapped`: until 0.18.
-    """
+    """Return our adapters `held` as `peft` has them, by weight; `swapped`: until 0.18."""
     out = PeftAdapters()
     for step, own in steps_of(table, model, held):
         if _is_one_layer(step):
@@ -72,7 +68,7 @@ def to_peft(
 
 
 def _is_one_layer(step: Step) -> bool:
-    """Return whether weights of ours are parts of one layer, with one A."""
+    """Return whether mtrain's weights are parts of one layer, with one A."""
     names = [names_beside(name) for name in step.ours]
     return len(names) == 1 or len({one.a for one in names if one is not None}) == 1
 
@@ -94,7 +90,7 @@ def _parts_of(own: Whole, step: Step, rows: Sequence[int]) -> dict[str, Whole]:
 
 
 def _turned(rows: Tensor, step: Step, model: Any) -> list[Tensor]:
-    """Return rows [out, n] of a layer of ours as those of theirs."""
+    """Return rows [out, n] of mtrain's layer in the order of transformers."""
     made = step.operation.apply([rows], model, inward=False)
     return [t.mT if _TRANSPOSED in step.operation.name else t for t in made]
 
@@ -104,7 +100,7 @@ def _layers_out(out: PeftAdapters, step: Step, own: Whole, model: Any) -> None:
     # several A of one weight follow each other
     parts = own.a.shape[0] // own.b.shape[-1]
     one_hot = one_hot_of(step.ours[0], own, model)
-    # one layer of theirs: all A of ours, and zeros in B
+    # one layer of transformers: all of mtrain's A, and zeros in B
     whole = len(step.theirs) == 1 and parts > 1
     b = _turned(spread(own.b, one_hot) if whole else own.b, step, model)
     if whole:
@@ -158,7 +154,7 @@ def _wrapper(name: str) -> str:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of an adapter of ours."""
+    """The shapes of an adapter of mtrain's."""
 
     a: tuple[int, ...]
     b: tuple[int, ...]
@@ -182,7 +178,7 @@ def from_peft(
     Raises:
         AdapterMismatch: a tensor is missing, of another shape, or left over, by name.
     """
-    # what is left over at the end has no place here
+    # tensors left over at the end have no place here
     left = dict(given)
     out = dict[str, Whole]()
     for step, shapes in steps_of(table, model, wanted):
@@ -257,9 +253,7 @@ def _joined(rows: list[Tensor], step: Step, model: Any) -> Tensor:
 
 
 def _parted(left: dict[str, Tensor], step: Step, shapes: Shapes, model: Any, at: str) -> Whole:
-    """Return an adapter of one layer of theirs whose rows each use the A of one part of ours, as
-    `to_peft` writes it.
-    """
+    """Return the adapter of one layer of transformers, made of several of mtrain's by `to_peft`."""
     rows, rank = shapes.b
     a = _taken(left, f"{at}.lora_A.weight", shapes.a)
     joined = _joined([_taken(left, f"{at}.lora_B.weight", (rows, shapes.a[0]))], step, model)
@@ -302,9 +296,7 @@ def _experts_in(
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
-    """Return the adapters of a model, by the names of their weights, from the shapes of its tensors
-    by name.
-    """
+    """Return the adapters of a model by weight, from the shapes of its tensors by name."""
     out = {}
     for weight in shapes:
         names = names_beside(weight)

@@ -120,7 +120,7 @@ def _config(peft: PeftConfig, made: PeftAdapters, version: str, base: str | None
 def read_adapters(
     folder: Path, run: RunConfig, table: Table
 ) -> tuple[dict[str, Box], dict[str, Any]]:
-    """Return the adapters of a run, and what a folder of `peft` has for them, by our names.
+    """Return the adapters of a run, and a `peft` folder's tensors for them, by mtrain's names.
 
     Raises:
         ConfigError: they are of another kind than the run's, key by key.
@@ -176,9 +176,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _is_swapped(body: Mapping[str, Any]) -> bool:
-    """Return whether adapters of experts are in the form until 0.18; files of before 0.18 do not
-    say their version.
-    """
+    """Return whether adapters of experts are in the unversioned form until 0.18."""
     # a development version has a hash after @
     version = str(body.get("peft_version") or "0.17").partition("@")[0].split(".")
     # a word such as 0rc1 counts as 0
@@ -187,9 +185,7 @@ def _is_swapped(body: Mapping[str, Any]) -> bool:
 
 
 def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> None:
-    """Raise `ConfigError` for adapters that compute something else than those of a
-    `peft` section.
-    """
+    """Raise `ConfigError` for adapters that compute something else than a `peft` section."""
     wrong = [*_differing(body, peft), *_beyond(body, peft)]
     if wrong:
         source = str(folder / CONFIG)
@@ -200,7 +196,7 @@ def _refuse_others(folder: Path, body: Mapping[str, Any], peft: PeftConfig) -> N
 
 
 def _differing(body: Mapping[str, Any], peft: PeftConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield keys of both that do not say the same: ours, the sentence, what to do."""
+    """Yield the settings that differ: the key, the sentence, the remedy."""
     dora = peft.kind == "dora"
     rank = body.get("r", 8)
     alpha = body.get("lora_alpha", 8)

@@ -149,9 +149,7 @@ def answer_spans(
 def _marked(
     chat: Chat, form: ChatFormat, marked: list[tuple[int, int]], turn: int
 ) -> list[tuple[int, int]]:
-    """Return the marks of one turn: those that the turn adds to the marks of the messages before
-    it.
-    """
+    """Return the marks that one turn adds to those of the messages before it."""
     upto = form.write(chat.messages[: turn + 1], chat.tools, prompt=False).marked
     first = any(one["role"] == "assistant" for one in chat.messages[:turn])
     before = form.write(chat.messages[:turn], chat.tools, prompt=False).marked if first else []

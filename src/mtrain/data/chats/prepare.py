@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import resource
 import signal
@@ -48,7 +47,6 @@ if TYPE_CHECKING:  # importing it loads the tokenizers library
 
 
 FORMAT = 6
-META = "meta.json"
 TOKENS = "tokens"
 LEARNED = "learned.bin"
 TABLE = "chats.bin"
@@ -83,12 +81,11 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     loaded = Tokenizer(given)
     sha256 = sha256_of(given)
     settings = _settings(data, file, form, sha256)
-    digest = hashlib.sha256(strict_json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    folder = user_path(data.cache_dir) / f"chats-{digest}"
+    folder = user_path(data.cache_dir) / f"chats-{cache.name_of(settings)}"
 
     def make(building: Path) -> None:
         lines = JsonLines(file)
-        _make_room(folder.parent, note)
+        cache.tidy(folder.parent, note)
         kinds = {"sft": "chats", "preference": "preferences", "prompts": "prompts"}
         what = kinds[data.kind]
         note(f"{file}: encoding {len(lines)} {what} with the chat template")
@@ -100,12 +97,6 @@ def prepare(data: DataConfig, note: Callable[[str], None], tokenizer: Path | Non
     return Corpus(
         folder / TOKENS, given, {**meta, **own, "file": str(file)}, template=form.template_file
     )
-
-
-def _make_room(folder: Path, note: Callable[[str], None]) -> None:
-    with contextlib.suppress(OSError):
-        for gone in cache.make_room(folder):
-            note(f"{gone}: not used for a long time; removed to make room")
 
 
 def format_of(data: DataConfig, tokenizer: Path) -> ChatFormat:
@@ -158,7 +149,7 @@ def _settings(data: DataConfig, file: Path, form: ChatFormat, tokenizer: str) ->
 def _meta(folder: Path) -> dict[str, Any] | None:
     """Return the metadata of prepared chats, or None unless every file has its written size."""
     try:
-        meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = cache.read_meta(folder)
         complete = all(
             (folder / name).stat().st_size == size for name, size in meta["sizes"].items()
         )
@@ -180,9 +171,7 @@ def _form(lines: JsonLines) -> PreferenceForm:
 def _work(
     data: DataConfig, form: ChatFormat, tokenizer: Tokenizer, preferences: PreferenceForm | None
 ) -> Work:
-    """Return the function that encodes a line: its chat, or the chosen and the rejected chat of
-    each pair in it, or its labelled one.
-    """
+    """Return the function that encodes a line: its chat, its pairs or its labelled chat."""
     keys = Keys(frozenset(data.ignored_keys), "\n".join(form.templates.values()))
 
     def encode(line: bytes) -> Sequence[EncodedChat]:
@@ -273,7 +262,7 @@ def _make(
         "fingerprint": digest.hexdigest()[:32],
         "sizes": sizes,
     }
-    (folder / META).write_text(strict_json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+    cache.write_meta(folder, meta)
 
 
 def _kept(

@@ -1,11 +1,8 @@
-"""Samples of encoded chats: one chat each or a window of several, pairs for preferences, and
-prompts for rollouts.
-"""
+"""Samples of encoded chats: chats, packed windows, pairs and prompts."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import strict_json
 from mtrain.config.compose.paths import user_path
 from mtrain.config.schema.data import DataConfig
-from mtrain.data.chats.prepare import COLUMNS, LEARNED, META, RECORDS, TABLE
+from mtrain.data.chats.prepare import COLUMNS, LEARNED, RECORDS, TABLE
 from mtrain.data.records import JsonLines
 from mtrain.data.samples.packing import first_fit
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
@@ -68,9 +64,7 @@ class Prepared:
         return [range(bounds[part.start], bounds[part.stop]) for part in parts]
 
     def learnable(self, length: int) -> np.ndarray:
-        """Return whether all documents of each group learn something in their first `length`
-        tokens; bool [n].
-        """
+        """Return whether all documents of a group learn within `length` tokens; bool [n]."""
         return np.asarray((self.table[:, 1] < length).reshape(-1, self.group).all(axis=1))
 
     def fits(self, length: int, multiple: int) -> np.ndarray:
@@ -115,9 +109,7 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of documents, one for each sample: those of `order` from one of `starts` to the
-    next.
-    """
+    """Windows of documents, one for each sample: slices of `order` between `starts`."""
 
     order: np.ndarray
     starts: np.ndarray
@@ -454,12 +446,11 @@ def _packed(
     settings = [chats.corpus.meta["fingerprint"], data.length, multiple, part.start, part.stop]
     settings += [chats.group] if chats.group > 1 else []
     # the seed has no part in it: it only orders the windows
-    digest = hashlib.sha256(strict_json.dumps(settings).encode()).hexdigest()[:16]
-    folder = user_path(data.cache_dir) / f"windows-{digest}"
+    folder = user_path(data.cache_dir) / f"windows-{cache.name_of(settings)}"
 
     def meta() -> dict[str, Any] | None:
         try:
-            counts: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+            counts = cache.read_meta(folder)
             size = 8 * (counts["chats"] + counts["windows"] + 1)
             complete = (folder / WINDOWS).stat().st_size == size
         except (OSError, ValueError, KeyError, TypeError):
@@ -472,7 +463,7 @@ def _packed(
         order, starts = first_fit(sizes.reshape(-1, chats.group).sum(axis=1), data.length)
         (building / WINDOWS).write_bytes(np.concatenate([order, starts]).astype("<i8").tobytes())
         rows = {"kind": "windows", "chats": len(order), "windows": len(starts) - 1}
-        (building / META).write_text(strict_json.dumps(rows) + "\n", encoding="utf-8")
+        cache.write_meta(building, rows)
 
     with writing(folder.parent):
         counts = cache.build_once(folder, meta, make)

@@ -211,9 +211,8 @@ def _grow(draft: Draft, pool: Pool, job: Job, limits: Limits, progress: Progress
     """Process the remaining units, and commit their results in order."""
     # a worker cuts tables, so that this process does not load pyarrow
     units = plan(job.sources, job.reading, lambda source: pool.ask(_tables, source))
-    for unit, result in pool.each(
-        Worker.run, _remaining(units, draft, progress), lambda u: _name(job, u)
-    ):
+    remaining = _remaining(units, draft, progress)
+    for unit, result in pool.each(Worker.run, remaining, lambda u: job.sources[u[0].source].name):
         try:
             draft.commit(result)
         except ConfigError:  # no run can resume this: the file or the settings must change
@@ -229,10 +228,6 @@ def _remaining(units: Iterator[Unit], draft: Draft, progress: Progress) -> Itera
     for unit in islice(units, draft.units):
         progress(unit, draft.totals)
     yield from units
-
-
-def _name(job: Job, unit: Unit) -> str:
-    return job.sources[unit[0].source].name
 
 
 def _refuse_many_rejects(draft: Draft, limit: int) -> None:

@@ -226,9 +226,7 @@ class Pieces(dict[str, bytes]):
         return missing
 
     def _by_model(self, pieces: list[str]) -> Iterator[bytes]:
-        """Yield the packed ids of ASCII pieces, which the model gives for each word in the letters
-        of ByteLevel.
-        """
+        """Yield the packed ids of ASCII pieces, word by word in the letters of ByteLevel."""
         assert self._model is not None
         assert self._cut.words is not None
         # the model by itself skips the library's normalizer, pre-tokenizer and offsets
@@ -337,9 +335,7 @@ class BulkPieces(Pieces):
         return [next(found) if fit else next(rest) for fit in fits]
 
     def _fits(self, text: str, control: bool) -> bool:
-        """Return whether a text is cut in its bytes; with `control`, some text has a byte of
-        CONTROL.
-        """
+        """Return whether a text is cut in bytes; `control`: some text has a byte of CONTROL."""
         if not 0 < len(text) <= LARGEST or self._named(text):
             return False
         if text.isascii() and not control:

@@ -134,26 +134,30 @@ def _parts(source: Source, first: int, stop: int, reading: Reading) -> Iterator[
 
 def _walk(source: Source, first: int, reading: Reading) -> Iterator[tuple[int, Any]]:
     """Yield batches and the numbers of their first rows, from the group with the row `first` on."""
-    begin = 0
     if source.form == "parquet":
-        with _arrow(source, "pyarrow.parquet").ParquetFile(
-            source.path, buffer_size=units.MIB
-        ) as file:
-            names = _columns(source, file.schema_arrow.names, reading)
-            for group in range(file.metadata.num_row_groups):
-                end = begin + file.metadata.row_group(group).num_rows
-                if end > first:
-                    for batch in file.iter_batches(ROWS, row_groups=[group], columns=names):
-                        yield begin, batch
-                        begin += batch.num_rows
-                begin = end
+        yield from _walk_parquet(source, first, reading)
         return
+    begin = 0
     for whole in _batches(source):
         if begin + whole.num_rows > first:
             batch = whole.select(_columns(source, whole.schema.names, reading))
             for start in range(0, batch.num_rows, ROWS):
                 yield begin + start, batch.slice(start, ROWS)
         begin += whole.num_rows
+
+
+def _walk_parquet(source: Source, first: int, reading: Reading) -> Iterator[tuple[int, Any]]:
+    parquet = _arrow(source, "pyarrow.parquet")
+    begin = 0
+    with parquet.ParquetFile(source.path, buffer_size=units.MIB) as file:
+        names = _columns(source, file.schema_arrow.names, reading)
+        for group in range(file.metadata.num_row_groups):
+            end = begin + file.metadata.row_group(group).num_rows
+            if end > first:
+                for batch in file.iter_batches(ROWS, row_groups=[group], columns=names):
+                    yield begin, batch
+                    begin += batch.num_rows
+            begin = end
 
 
 def _columns(source: Source, columns: list[str], reading: Reading) -> list[str]:

@@ -30,8 +30,7 @@ class Rejected:
     by: tuple[str, ...] = ()
     """The flags that exclude it from learning."""
     misread: tuple[str, str] | None = None
-    """The name of a learning flag and its value, which is neither yes nor no: it ends the command.
-    """
+    """The name of a learning flag with a value other than yes and no, which ends the command."""
 
 
 class NotLearned(ValueError):

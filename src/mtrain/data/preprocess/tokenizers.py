@@ -19,9 +19,7 @@ from mtrain.errors import CorruptData
 
 
 class JsonEncoder(Encoder):
-    """An encoder by Hugging Face's tokenizers: a tokenizer.json, or the vocabulary of GPT-2 or
-    BERT.
-    """
+    """An encoder by Hugging Face's tokenizers: tokenizer.json, or GPT-2's or BERT's files."""
 
     def __init__(
         self, spec: TokenizerSpec, tokenizer: tokenizers.Tokenizer, ends: Sequence[str]

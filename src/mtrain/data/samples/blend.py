@@ -83,9 +83,7 @@ class Stretch:
 
     @functools.cached_property
     def block(self) -> int:
-        """Return the samples of a block, in which parts are mixed; the last may be
-        twice as long.
-        """
+        """Return the samples of a block, in which parts are mixed; the last may be longer."""
         if self.halves is not None:
             return BLOCK
         # with two samples of the smallest part in a block, rounding always leaves it one
@@ -227,9 +225,7 @@ class Blend:
 def _stretches(
     plan: list[tuple[int, np.ndarray]], most: np.ndarray
 ) -> tuple[list[Stretch], int | None]:
-    """Return the stretches of a plan with limits, and where no part is left, or None if one always
-    is.
-    """
+    """Return the stretches of a plan with limits, and the place without a part left, or None."""
     out: list[Stretch] = []
     used = np.zeros(len(most), np.int64)
     closed = most < 1

@@ -98,7 +98,8 @@ def _read(description: Path, sequences: int, samples: int) -> Arrays:
     for name, megatron_name in names.items():
         path = description.with_name(f"{base}-{megatron_name}.npy")
         try:
-            arrays[name] = array = load(path)
+            array = load(path)
+            arrays[name] = array
         except OSError as error:
             raise CorruptData(
                 f"{path}: cannot be read: {error.strerror}; remove {description.name}"

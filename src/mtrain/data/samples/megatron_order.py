@@ -10,7 +10,6 @@ accepted only if the piece before it ends with the counts that it began with.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 import os
@@ -20,11 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mtrain import strict_json
 from mtrain.data.samples import megatron_cache
 from mtrain.data.samples.blend import Blend
 from mtrain.data.samples.token_stream import Samples
-from mtrain.data.store.cache import Arrays, build_arrays
+from mtrain.data.store.cache import Arrays, build_arrays, name_of
 from mtrain.data.store.indexed import IndexedDataset
 from mtrain.errors import ConfigError, CorruptData
 
@@ -93,9 +91,7 @@ class Greedy:
             self._lanes = max(1, min(LANES, 2 * kept))
 
     def _side_by_side(self, lanes: int) -> int:
-        """Compute `lanes` pieces from the last known place on; return how many were
-        guessed right.
-        """
+        """Compute `lanes` pieces from the last known place on; return the right guesses."""
         origin = (len(self._known) - 1) * BLOCK
         firsts = origin + self._piece * np.arange(lanes, dtype=np.int64)
         counts = np.empty((lanes, len(self.weights)), np.float64)
@@ -182,7 +178,8 @@ def shape_of(
     """Return the shape of a split of which `requested` samples are needed; None for one epoch."""
     tokens = _start(dataset, sequences.stop) - _start(dataset, sequences.start)
     epochs = 1 if requested is None else max(1, -(-(requested * seq_length + 1) // tokens))
-    samples = together = (epochs * tokens - 1) // seq_length
+    samples = (epochs * tokens - 1) // seq_length
+    together = samples
     if epochs > 1 and requested is not None:
         before = ((epochs - 1) * tokens - 1) // seq_length
         if requested - before < int(FINAL_EPOCH * ((tokens - 1) // seq_length)):
@@ -268,7 +265,8 @@ class MegatronSamples(Samples):
         end = _start(dataset, sequences.stop)
         self._cache = cache
         self._take(dataset, sequences, first, end, seq_length, vocab_size, name)
-        self.shape = shape = shape_of(dataset, sequences, seq_length, seed, requested)
+        shape = shape_of(dataset, sequences, seq_length, seed, requested)
+        self.shape = shape
         found = None
         if megatron_cached is not None:
             wanted = megatron_cache.Wanted(
@@ -361,11 +359,9 @@ def _made(dataset: IndexedDataset, shape: Shape, cache: Path) -> Arrays:
     """Return the arrays of an order, from the cache if it has them."""
     stamp = os.stat(dataset.idx)
     key = [*vars(shape).values(), str(dataset.idx.resolve()), stamp.st_size, stamp.st_mtime_ns]
-    digest = hashlib.sha256(strict_json.dumps(key).encode()).hexdigest()[:16]
     size = shape.epochs * shape.sequences + shape.samples
-    return build_arrays(
-        cache / f"order-{digest}", size, lambda array: write(shape, dataset.lengths, array)
-    )
+    folder = cache / f"order-{name_of(key)}"
+    return build_arrays(folder, size, lambda array: write(shape, dataset.lengths, array))
 
 
 def _adopted(dataset: IndexedDataset, shape: Shape, found: Arrays) -> Arrays:
@@ -399,9 +395,7 @@ def normalized(weights: Sequence[float]) -> np.ndarray:
 
 
 def cut(count: int, split: Sequence[float]) -> list[tuple[range, tuple[float, float]]]:
-    """Return the sequences of train, validation and test, rounded as in megatron-core, with their
-    shares.
-    """
+    """Return the sequences of each split, rounded as in megatron-core, with their shares."""
     ends = [0.0, *itertools.accumulate(normalized(split).tolist())]
     bounds = [round(end * float(count)) for end in ends]
     return list(

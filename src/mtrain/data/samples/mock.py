@@ -81,7 +81,9 @@ class MockDocuments:
     so that some are longer than a sample.
     """
 
-    idx = bin = prefix = "synthetic documents"
+    idx = "synthetic documents"
+    bin = idx
+    prefix = idx
     dtype = np.dtype(np.int64)
     is_remote = False
 

@@ -58,9 +58,7 @@ class Permutation:
         return (left << self._half) | right
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
-        """Return the images of `index` (int64, any shape, each in [0, n)) as int64 of the same
-        shape.
-        """
+        """Return the images of `index` (int64, any shape, in [0, n)) as int64 of its shape."""
         out = self._network(index.astype(np.uint64))
         limit = np.uint64(self.n)
         while (outside := out >= limit).any():

@@ -14,7 +14,6 @@ but the first of its document is predicted once.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import strict_json
 from mtrain.config.schema.data import DataConfig
 from mtrain.data.chats.samples import KEPT, NOTHING, Sample
 from mtrain.data.samples.blend import Blend
 from mtrain.data.samples.packing import first_fits
 from mtrain.data.samples.permutation import ROUNDS, Permutation, keys
 from mtrain.data.samples.token_stream import Samples
-from mtrain.data.store.cache import SMALL, Arrays, build_arrays
+from mtrain.data.store.cache import SMALL, Arrays, build_arrays, name_of
 from mtrain.errors import ConfigError, CorruptData, Problem
 
 # The fewest tokens of a document that can be learned, as the first one is not predicted
@@ -153,8 +151,7 @@ class FittedDocuments:
         every = self.documents
         name = [str(self.dataset.idx.resolve()), stamp.st_size, stamp.st_mtime_ns]
         key = [what, self.parts, *astuple(self.fit), every.start, every.stop, *name]
-        digest = hashlib.sha256(strict_json.dumps(key).encode()).hexdigest()[:16]
-        return build_arrays(self._cache / f"documents-{digest}", SMALL + 1, fill)
+        return build_arrays(self._cache / f"documents-{name_of(key)}", SMALL + 1, fill)
 
     def _fill(self, stretches: list[range], array: Any) -> None:
         """Pack some stretches of documents into arrays that `array(name, dtype, length)` makes."""
@@ -206,9 +203,7 @@ class FittedDocuments:
             raise ConfigError.of("MT641", "data.long_documents", "refuse", rule, fix)
 
     def _look(self, array: Any) -> None:
-        """Store the count of documents longer than a sample, and length and number of
-        the longest.
-        """
+        """Store the count of too long documents, and length and number of the longest."""
         many = 0
         longest = 0
         which = 0

@@ -10,6 +10,7 @@ is removed.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain import locks, strict_json, units
+from mtrain import durable, locks, strict_json, units
 from mtrain.errors import BadEnvironment, CorruptData
 
 UNUSED_DAYS = 90
@@ -116,6 +117,30 @@ def build_once(
         use(folder)
     assert facts is not None
     return facts
+
+
+def name_of(settings: dict[str, Any] | list[Any]) -> str:
+    """Return the end of a folder's name: a digest of everything that its contents depend on."""
+    text = strict_json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Return the metadata in a folder; raise OSError or ValueError if it has none."""
+    meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+    return meta
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """Write the metadata of a folder to the disk."""
+    durable.write(folder / META, (strict_json.dumps(meta, indent=1) + "\n").encode())
+
+
+def tidy(cache: Path, note: Callable[[str], None]) -> None:
+    """Remove what `make_room` removes, and report it."""
+    with contextlib.suppress(OSError):
+        for gone in make_room(cache):
+            note(f"{gone}: not used for a long time; removed to make room")
 
 
 def make_room(cache: Path) -> list[Path]:
@@ -254,7 +279,7 @@ def build_arrays(folder: Path, size: int, fill: Fill) -> Arrays:
 def _known(folder: Path) -> Arrays | None:
     """Return the arrays of a folder, or None if it is incomplete."""
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = read_meta(folder)
         arrays = {
             name: load(folder / f"{name}.npy") for name in meta["arrays"] if f"{name}.npy" in ORDERS
         }

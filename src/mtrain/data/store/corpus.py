@@ -161,9 +161,7 @@ def _check_files(
 
 
 def similar_paths(path: Path, names: list[str] | None = None) -> str:
-    """Return a fix for a missing path: the most similar names in its folder, or the part of the
-    path that exists.
-    """
+    """Return a fix for a missing path: similar names, or its existing part."""
     if not os.access(path.parent, os.R_OK | os.X_OK):
         existing = next(p for p in (*path.absolute().parents, Path("/")) if os.path.isdir(p))
         return f"data.path= a path that exists; of this one {existing} does"

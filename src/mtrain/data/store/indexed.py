@@ -84,14 +84,12 @@ class IndexCheck:
         self._path = path
         self._file = file
         self._itemsize = itemsize
-        self._lengths, self._pointers, self._documents = lengths, _, documents = arrays
-        self._size = max(len(lengths), len(documents) - 1)
+        self._lengths, self._pointers, self._documents = arrays
+        self._size = max(len(self._lengths), len(self._documents) - 1)
         self._next = 0
 
     def opened(self, *, whole: bool) -> int:
-        """Check the index, or only its ends and some parts if it is large; return the size that the
-        `.bin` must have.
-        """
+        """Check the index, if large only in parts; return the size of its `.bin`."""
         # An index of 1e8 documents has 2 GB, and a run that opens it reads a few of its samples.
         # Sampled parts find a wrong file at once; `check_next` finds the rest while it trains.
         if whole or self._size <= LARGE:
@@ -434,9 +432,7 @@ def _write(file: io.FileIO, data: bytes | np.ndarray) -> None:
 
 
 class IndexedWriter:
-    """Writer of a corpus: `add` documents, then `close`, or leave the `with` block, for
-    the index.
-    """
+    """Writer of a corpus: `add` documents, then `close`, or leave the `with` block."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self.prefix = Path(prefix)

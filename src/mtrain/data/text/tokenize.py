@@ -5,10 +5,8 @@ from __future__ import annotations
 import codecs
 import contextlib
 import hashlib
-import json
 import os
 import re
-import shutil
 import stat
 import sys
 import sysconfig
@@ -52,8 +50,7 @@ class TextCorpus:
     name: str
     """Short name, fit for a file name."""
     files: tuple[SourceFile, ...]
-    """Files in reading order, shuffled by name so that a split by position is not a split by topic.
-    """
+    """Files in reading order, shuffled by name so that splits by position are not by topic."""
     limit_bytes: int | None
     shown: str
     """The name of the corpus in messages."""
@@ -192,9 +189,7 @@ def _walk(
     skip: frozenset[str] = frozenset(),
     licences: bool = False,
 ) -> list[SourceFile]:
-    """Return the regular files below `root` with one of the suffixes, except those in hidden or
-    linked folders.
-    """
+    """Return the regular files below `root` with one of the suffixes, outside hidden folders."""
 
     def wanted(name: str) -> bool:
         return name.endswith(suffixes) or (licences and name.startswith("LICENSE"))
@@ -379,23 +374,22 @@ def _made(
     """Return the corpus in a folder of the cache; build it unless another process does."""
     cache = folder.parent
     built = False
+
+    def make(building: Path) -> None:
+        nonlocal built
+        if folder.exists():
+            note(f"{folder}: damaged or incomplete; building it again")
+        _build(data, text, building, contents, tokenizer)
+        built = True
+
     with writing(cache):
         (cache / "seen").mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # another user's file in a shared folder
             (cache / TAG_FILE).write_text(TAG)
-        with corpora.locked(cache / f"{folder.name}.lock"):
-            corpus = _open(folder)
-            if corpus is None:
-                if folder.exists():
-                    note(f"{folder}: damaged or incomplete; building it again")
-                corpus = _build(data, text, folder, contents, tokenizer)
-                built = True
+        meta = corpora.build_once(folder, lambda: _meta(folder), make)
     if built:
-        corpora.use(folder)
-        with contextlib.suppress(OSError):
-            for gone in corpora.make_room(cache):
-                note(f"{gone}: not used for a long time; removed to make room")
-    return corpus
+        corpora.tidy(cache, note)
+    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
 
 
 def _hash(values: dict[str, Any]) -> str:
@@ -421,45 +415,37 @@ def _absorb(digest: Any, name: str, document: str) -> int:
 
 
 def _open(folder: Path) -> Corpus | None:
-    """Return the corpus in a folder and mark it as used; None unless it is complete and every file
-    has the size it was written with.
-    """
+    """Return the corpus in a folder and mark it as used; None unless it is complete."""
+    meta = _meta(folder)
+    if meta is None or not corpora.use(folder):
+        return None
+    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
+
+
+def _meta(folder: Path) -> dict[str, Any] | None:
+    """Return the metadata of a corpus; None unless every file has the size it was written with."""
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = corpora.read_meta(folder)
         complete = meta["format"] == FORMAT and all(
             (folder / name).stat().st_size == meta["files"][name]["bytes"] for name in FILES
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not complete or not corpora.use(folder):
-        return None
-    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
+    return meta if complete else None
 
 
 def _build(
     data: DataConfig, text: TextCorpus, folder: Path, contents: str, given: Path | None
-) -> Corpus:
-    """Tokenize into a temporary folder, then rename it to `folder`. The caller holds the lock.
+) -> None:
+    """Tokenize into a folder.
 
-    `contents` is the digest that names the folder; raises ConfigError if the text changed since.
+    `contents` is the digest that names the corpus; raises ConfigError if the text changed since.
     """
-    for stale in folder.parent.glob(f".building-{folder.name}-*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    building = folder.parent / f".building-{folder.name}-{os.getpid()}"
-    building.mkdir()
-    try:
-        meta = _tokenize(data, text, building, given)
-        if meta["contents"] != contents:
-            rule = "cannot be tokenized because files of the corpus changed while they were read"
-            fix = "run again when they are complete"
-            raise ConfigError.of("MT601", "data.path", text.shown, rule, fix)
-        if folder.exists():
-            shutil.rmtree(folder)
-        building.rename(folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    return Corpus(folder / "tokens", folder / "tokenizer.json", meta)
+    meta = _tokenize(data, text, folder, given)
+    if meta["contents"] != contents:
+        rule = "cannot be tokenized because files of the corpus changed while they were read"
+        fix = "run again when they are complete"
+        raise ConfigError.of("MT601", "data.path", text.shown, rule, fix)
 
 
 def _tokenize(
@@ -468,13 +454,7 @@ def _tokenize(
     """Encode all documents with the given tokenizer or one trained now, and write everything."""
     import tokenizers
 
-    from mtrain.data.text.tokenizer import (
-        EOD,
-        Tokenizer,
-        encode_documents,
-        end_of_document_id,
-        train_bpe,
-    )
+    from mtrain.data.text.tokenizer import EOD, Tokenizer, end_of_document_id, train_bpe
 
     started = time.monotonic()
     if given is None:
@@ -490,6 +470,32 @@ def _tokenize(
         vocab_size = loaded.vocab_size
     trained = time.monotonic()
     durable.write(folder / "tokenizer.json", tokenizer_bytes)
+    counted, sha256 = _encode(text, folder, tokenizer, eod, vocab_size)
+    sha256["tokenizer.json"] = hashlib.sha256(tokenizer_bytes).hexdigest()
+    meta = {
+        "format": FORMAT,
+        "kind": "text",
+        "source": text.name,
+        **counted,
+        "vocab_size": vocab_size,
+        "eod": eod,
+        "files": {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256[n]} for n in FILES},
+        "fingerprint": sha256["tokens.bin"][:32],
+        "seconds": {
+            "train": round(trained - started, 3),
+            "encode": round(time.monotonic() - trained, 3),
+        },
+    }
+    corpora.write_meta(folder, meta)
+    return meta
+
+
+def _encode(
+    text: TextCorpus, folder: Path, tokenizer: Any, eod: int, vocab_size: int
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Write the tokens of all documents into `folder`; return their numbers, and sha256 by file."""
+    from mtrain.data.text.tokenizer import encode_documents
+
     counts = np.zeros(vocab_size, np.int64)
     documents = 0
     text_bytes = 0
@@ -508,27 +514,13 @@ def _tokenize(
         for batch in encode_documents(tokenizer, texts(), eod):
             counts += np.bincount(batch.tokens, minlength=vocab_size)
             writer.add(batch.tokens, batch.lengths)
-        sha256 = writer.close()
-    sha256 = {"tokens.bin": sha256[".bin"], "tokens.idx": sha256[".idx"]}
-    sha256["tokenizer.json"] = hashlib.sha256(tokenizer_bytes).hexdigest()
-    meta = {
-        "format": FORMAT,
-        "kind": "text",
-        "source": text.name,
+        sha256 = {f"tokens{end}": digits for end, digits in writer.close().items()}
+    counted = {
         "documents": documents,
         "skipped": len(text.skipped),
         "tokens": int(counts.sum()),
         "text_bytes": text_bytes,
-        "vocab_size": vocab_size,
-        "eod": eod,
         "unigram_entropy_nats": entropy_nats(counts),
-        "files": {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256[n]} for n in FILES},
-        "fingerprint": sha256["tokens.bin"][:32],
         "contents": digest.hexdigest(),
-        "seconds": {
-            "train": round(trained - started, 3),
-            "encode": round(time.monotonic() - trained, 3),
-        },
     }
-    durable.write(folder / "meta.json", (strict_json.dumps(meta, indent=1) + "\n").encode())
-    return meta
+    return counted, sha256

@@ -100,9 +100,7 @@ def _dicts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _is_charsmap(value: Any) -> bool:
-    """Return whether a value is a size in four bytes, a table of that size in words of four bytes,
-    and text in UTF-8.
-    """
+    """Return whether a value is a length, a table of words of four bytes, and UTF-8 text."""
     try:
         data = base64.b64decode(value, validate=True)
         size = int.from_bytes(data[:4], "little")

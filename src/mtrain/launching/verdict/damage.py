@@ -76,7 +76,7 @@ def _tensors(path: Path, manifest: dict[str, Any]) -> Iterator[str]:
                 (tuple(p["offset"]), tuple(p["shape"]), tuple(p["flat"] or ())): p["file"]
                 for p in entry["pieces"]
             }
-            covered = sum(_size(shape, flat) for _, shape, flat in pieces)
+            covered = sum(flat[1] - flat[0] if flat else prod(shape) for _, shape, flat in pieces)
             lost = sorted({file for file in pieces.values() if file not in manifest["files"]})
         except (KeyError, TypeError, ValueError, IndexError):
             yield f"{path / folder.MANIFEST}: {key} is not described as a tensor"
@@ -85,7 +85,3 @@ def _tensors(path: Path, manifest: dict[str, Any]) -> Iterator[str]:
             yield f"{path}: the pieces of {key} cover {covered} of {whole} elements"
         if lost:
             yield f"{path / lost[0]} does not belong to the checkpoint, and {key} lies in it"
-
-
-def _size(shape: tuple[int, ...], flat: tuple[int, ...]) -> int:
-    return prod(shape) if not flat else flat[1] - flat[0]

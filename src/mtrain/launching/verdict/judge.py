@@ -169,9 +169,7 @@ def _of_keys(
 def _of_tensors(
     run: RunConfig, other: RunConfig, manifest: Mapping[str, Any], checkpoint: Path
 ) -> list[Problem]:
-    """Return a problem for tensors that a run reads and the checkpoint lacks, and one for those of
-    other shapes.
-    """
+    """Return a problem for missing tensors, and one for tensors of other shapes."""
     held = manifest["tensors"]
     wanted = needed(run, weights_only=bool(manifest["state"].get("weights_only"))).shapes
     lacking = [name for name in wanted if name not in held]
@@ -186,25 +184,20 @@ def _of_tensors(
         if found:
             named = ", ".join(found[:MOST_TENSORS]) + (", ..." if len(found) > MOST_TENSORS else "")
             rule = f"{checkpoint} {what} {len(found)} of {len(wanted)} tensors: {named}"
-            problems.append(Problem("MT512", key, _value(run, key), rule, fix))
+            problems.append(Problem("MT512", key, run.flat().get(key), rule, fix))
     return problems
 
 
 def _cause(run: RunConfig, other: RunConfig) -> tuple[str, str]:
     """Return the key that decides which state there is, if it differs, and what to use."""
-    for key in ("precision.dtype", *_optimizer_keys(run)):
-        old = other.flat().get(key)
-        if run.flat().get(key) != old:
+    here = run.flat()
+    there = other.flat()
+    own = [key for key in here if key.startswith(f"optim.{run.optim.name}.")]
+    for key in ("precision.dtype", *own):
+        old = there.get(key)
+        if here.get(key) != old:
             return key, f"{key}={show(old)}, or checkpoint.init_from for only the weights"
     return "", "checkpoint.init_from=CHECKPOINT, for only the weights"
-
-
-def _optimizer_keys(run: RunConfig) -> list[str]:
-    return [key for key in run.flat() if key.startswith(f"optim.{run.optim.name}.")]
-
-
-def _value(run: RunConfig, key: str) -> object:
-    return run.flat().get(key) if key else None
 
 
 def _numbers(differences: Differences) -> list[str]:

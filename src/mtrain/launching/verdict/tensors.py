@@ -46,7 +46,8 @@ def needed(run: RunConfig, *, weights_only: bool) -> Needed:
     if not (weights_only or adapted):
         for weight in whole_weights(run):
             box = boxes[weight.name]
-            for name, shape in _states(run, weight, box).items():
+            states = dict.fromkeys(elementwise_states(run, weight), box.global_shape)
+            for name, shape in (states | _factors(run, weight, box)).items():
                 shapes.setdefault(f"optim/{name}/{box.key}", shape)
     return Needed(shapes, complete=not adapted)
 
@@ -68,12 +69,6 @@ def elementwise_states(run: RunConfig, weight: Weight) -> tuple[str, ...]:
     names: Iterable[str] = spec.states_of(run, weight.name, len(weight.shape))
     main = (MAIN,) if main_weight_bytes(run) else ()
     return (*main, *names)
-
-
-def _states(run: RunConfig, weight: Weight, box: Box) -> dict[str, Shape]:
-    return dict.fromkeys(elementwise_states(run, weight), box.global_shape) | _factors(
-        run, weight, box
-    )
 
 
 def _factors(run: RunConfig, weight: Weight, box: Box) -> dict[str, Shape]:

@@ -29,9 +29,7 @@ _clip = clip_grads.clip_grad_by_total_norm_fp32
 
 
 def stay_on_device(config: Any) -> None:
-    """Let no step of models of a TransformerConfig ask for these numbers, in this process, from
-    here on.
-    """
+    """Stop models of a TransformerConfig from requesting these numbers, in this process."""
     # Both modules imported the function by name: replacing it in clip_grads would not reach them.
     for module in (optimizer, layer_wise_optimizer):
         module.get_grad_norm_fp32 = norm
@@ -44,9 +42,7 @@ def stay_on_device(config: Any) -> None:
 
 
 def norm(grads_for_norm: Any, norm_type: float = 2, grad_stats_parallel_group: Any = None) -> Any:
-    """Return the result of `get_grad_norm_fp32` as a tensor, fp64 [], if the norm is the Euclidean
-    one.
-    """
+    """Return the result of `get_grad_norm_fp32` as fp64 [] if the norm is the Euclidean one."""
     if norm_type != 2:
         return _norm(grads_for_norm, norm_type, grad_stats_parallel_group)
     grads = [grads_for_norm] if isinstance(grads_for_norm, Tensor) else list(grads_for_norm)
@@ -78,9 +74,7 @@ def _length(grads: Sequence[Tensor]) -> Tensor:
 def clip(
     parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False
 ) -> None:
-    """Do as `clip_grad_by_total_norm_fp32` with a norm that is a tensor: multiply gradients by a
-    factor, or by 1.
-    """
+    """Do as `clip_grad_by_total_norm_fp32` with a tensor as the norm: multiply by at most 1."""
     if not isinstance(total_norm, Tensor):
         _clip(parameters, max_norm, total_norm, use_decoupled_grad)
         return
@@ -120,9 +114,7 @@ def finalize(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs:
 def rotated(
     t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, cp_group: Any = None, **kwargs: Any
 ) -> Tensor:
-    """Do as `_apply_rotary_pos_emb_thd`: rotate packed tokens [t, heads, dim] by their positions in
-    their documents.
-    """
+    """Do as `_apply_rotary_pos_emb_thd`: rotate packed tokens [t, heads, dim] by their places."""
     # megatron-core splits the batch into its documents, whose lengths it reads on the host. A table
     # of positions turns all of them at once.
     angles = freqs.index_select(0, _places(cu_seqlens, len(t), cp_group))
@@ -131,9 +123,7 @@ def rotated(
 
 
 def _places(cu_seqlens: Tensor, tokens: int, group: Any) -> Tensor:
-    """Return the place of each token of this rank in its document, made once for all layers: int64
-    [tokens].
-    """
+    """Return this rank's tokens' places in their documents, once for all layers: int64 [tokens]."""
     # Every layer gets the same tensor of boundaries, so it carries the result. A write in place,
     # by which its memory is used again, raises the version.
     version, known = getattr(cu_seqlens, "mtrain_places", (None, None))

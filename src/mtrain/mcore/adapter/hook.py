@@ -70,9 +70,7 @@ def install(device: Device) -> None:
 
 
 def rewrite(source: bytes, path: str, device: Device) -> tuple[ast.Module, Counter[str]]:
-    """Return the syntax tree of `source` adapted to `device`, and how many rewrites of each kind
-    that took.
-    """
+    """Return the syntax tree of `source` adapted to `device`, and the rewrites of each kind."""
     rewriter = _Rewriter(device)
     tree = ast.fix_missing_locations(rewriter.visit(ast.parse(source, path)))
     return tree, rewriter.counts
@@ -238,15 +236,11 @@ class _Adapter:
         return value.to(*args, **kwargs, copy=True) if args or kwargs else value.clone()
 
     def indexed(self, index: int | str | torch.device) -> str:
-        """Return the device string of an index; a namespace may as well call a device by its
-        torch.device.
-        """
+        """Return the device string of an index; a namespace may use a torch.device instead."""
         return f"{self._device.torch_type}:{index}" if isinstance(index, int) else str(index)
 
     def pick(self, dotted: str) -> Any:
-        """Import `dotted` from the namespace as `from torch.cuda import dotted` does; raise
-        ImportError as it would.
-        """
+        """Import `dotted` as `from torch.cuda import dotted` does, with its ImportError."""
         value = self._device.namespace
         for part in dotted.split("."):
             try:

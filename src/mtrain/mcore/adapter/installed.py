@@ -8,16 +8,12 @@ from mtrain.devices.base import Device
 
 
 class NotInstalled(RuntimeError):
-    """megatron.core was imported before `install`, or was already loaded in a way that cannot be
-    adapted.
-    """
+    """megatron.core was imported before `install`, or in a form that cannot be adapted."""
 
 
 @dataclass(slots=True)
 class Installed:
-    """The device that megatron.core was adapted to, whether it is imported, and the patches that
-    were left out.
-    """
+    """The device that megatron.core was adapted to, its import, and the omitted patches."""
 
     device: Device | None = None
     imported: bool = False

@@ -30,9 +30,7 @@ from mtrain.mcore.layers.linear import accumulate_in_products
 
 
 class Override(NamedTuple):
-    """A name of megatron-core's, its object there, and the object of an implementation of ours that
-    replaces it.
-    """
+    """A name of megatron-core's, its object there, and the object of mtrain's that replaces it."""
 
     module: Any
     name: str
@@ -97,9 +95,7 @@ def routed(
     impl: str,
     group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return weights [t, e], zero where a token does not go, and where it goes, from `logits` [t,
-    e].
-    """
+    """Return weights [t, e], zero for unchosen experts, and the choices, from `logits` [t, e]."""
     groups: dict[str, Any] = {}
     if group_topk:
         assert num_groups is not None
@@ -165,9 +161,7 @@ def unpermuted(
     *,
     impl: str,
 ) -> Tensor:
-    """Return tokens [t, h] from their copies: the sum of each token's, in fp32; weights were
-    applied by the experts.
-    """
+    """Return tokens [t, h] as the fp32 sums of their copies, which experts have weighted."""
     assert probs is None, "the weights of experts are applied before their outputs are added up"
     return unpermute_rows(permuted_tokens, sorted_indices, impl=impl)
 

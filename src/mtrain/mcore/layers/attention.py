@@ -1,6 +1,4 @@
-"""Portable core attention: every mask and layout that megatron-core asks for, under context
-parallelism too.
-"""
+"""Portable core attention: megatron-core's masks and layouts, also under context parallelism."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ _MASKED = (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbit
 
 
 class _View(NamedTuple):
-    """The keys that the queries of this rank's block see under context parallelism, as one layer
-    asks for them.
-    """
+    """The keys visible to this rank's queries under context parallelism, in one layer."""
 
     places: Places
     here: int
@@ -233,9 +229,7 @@ class CoreAttention(MegatronModule):
         return logits, here
 
     def _context_of(self, packed_seq_params: Any) -> Context | None:
-        """Return the ranks that this sequence is sharded over: those of the run, or, with dynamic
-        parallelism, its own.
-        """
+        """Return the ranks that share this sequence: the run's, or its own if dynamic."""
         group = getattr(packed_seq_params, "cp_group", None)
         return self._context if group is None else Context(group, self._kind)
 
@@ -312,7 +306,8 @@ class CoreAttention(MegatronModule):
         q = query.permute(1, 2, 0, 3)
         # One message a step instead of two.
         both = torch.cat([key, value], dim=-1)
-        out = lse = None
+        out = None
+        lse = None
         for step in range(size):
             # Sent before the block is used, so that the transfer overlaps with its attention.
             coming = context.pass_on(both) if step < size - 1 else None
@@ -352,9 +347,7 @@ class CoreAttention(MegatronModule):
         sink: Tensor | None = None,
         limits: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Attend through a mask, or to the keys that `limits` (arguments of the op) leave
-        visible.
-        """
+        """Attend through a mask, or to keys left visible by `limits` (arguments of the op)."""
         dropout_p = self._dropout_p if self.training else 0.0
         sink = self.softmax_offset if sink is None else sink
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -414,9 +407,7 @@ def _goes_on(query: Tensor, key: Tensor) -> bool:
 
 
 def _boundaries(packed_seq_params: Any) -> Tensor | None:
-    """Return the offsets of packed sequences in the batch, padding included; None if they are not
-    packed.
-    """
+    """Return the padded offsets of packed sequences in the batch; None if they are not packed."""
     if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
         return None
     padded = packed_seq_params.cu_seqlens_q_padded

@@ -66,9 +66,7 @@ def _gated_delta_net(config: Any, provider: Any) -> Any:
 
 @functools.cache
 def _chosen(packed: str | None) -> type:
-    """Return a class of self-attention for specs, with `packed` as the implementation for packed
-    products.
-    """
+    """Return a class of self-attention for specs, with `packed` implementing packed products."""
     names = {"__doc__": CachedSelfAttention.__doc__, "__module__": CachedSelfAttention.__module__}
     return type(
         CachedSelfAttention.__name__, (CachedSelfAttention,), {"packed_impl": packed, **names}

@@ -50,9 +50,7 @@ _BUILDS_EXPERTS = release.at_least(0, 19)
 PLAIN = ("reference", "cpu")
 """Implementations in plain torch."""
 BACKENDS = {"torch": "auto"}
-"""Words of kernels.attention that the attention op knows by another name: `auto` is its fastest
-backend that takes a call.
-"""
+"""Words of kernels.attention with another name in the op: `auto` is its fastest fitting backend."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,7 @@ class Parts:
 
 
 class Provider(BackendSpecProvider):
-    """megatron-core's question "which class?" answered per operation: the portable layer, or
-    TransformerEngine's.
-    """
+    """megatron-core's layer classes by operation: the portable layer, or TransformerEngine's."""
 
     sparse = False
     """True if routing uses lists of experts: `config.sparse_experts`."""
@@ -105,9 +101,7 @@ class Provider(BackendSpecProvider):
 
     @property
     def all_te(self) -> bool:
-        """Return whether TransformerEngine implements every layer, so that its fused ones can stand
-        for several.
-        """
+        """Return whether TransformerEngine implements all layers, and may fuse several."""
         # TransformerEngine's fused layers have none of these parts.
         if self.parts != Parts():
             return False
@@ -147,9 +141,7 @@ class Provider(BackendSpecProvider):
         return chosen(layer, impl, fp8=self.fp8, takes_operands=self.operands)
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """Return one module for a norm and the linear layer behind it: only where everything is
-        TransformerEngine's.
-        """
+        """Return one module for a norm and the next linear layer, if TransformerEngine has both."""
         return self.all_te
 
     def column_parallel_layer_norm_linear(self) -> type | None:
@@ -168,9 +160,7 @@ class Provider(BackendSpecProvider):
         return chosen(ResidualNorm if self.norms_add else Norm, self.kernels["norm"])
 
     def core_attention(self, *, sparse: bool = False) -> type:
-        """Return the class of softmax attention of this rank's heads; `sparse`: to the keys that an
-        indexer chooses.
-        """
+        """Return the class of attention of this rank's heads; `sparse`: to an indexer's keys."""
         impl = self.kernels["attention"]
         if sparse:
             return chosen(SparseAttention, BACKENDS.get(impl, impl))
@@ -219,9 +209,7 @@ class Provider(BackendSpecProvider):
         return kind, MLPSubmodules(linear_fc1=first, linear_fc2=second, activation_func=activation)
 
     def activation_func(self) -> type | None:
-        """Return the layer between the two of an MLP, or None: megatron-core calls the
-        config's function.
-        """
+        """Return the layer between the two of an MLP, or None for the config's function."""
         return Activation if self.kernels["activation"] == "triton" else None
 
 
@@ -321,9 +309,7 @@ def layer_spec(
 def mtp_spec(
     config: Any, provider: Provider, *, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Any:
-    """Return the multi-token-prediction layers of this pipeline stage for
-    `GPTModel(mtp_block_spec=...)`, or None.
-    """
+    """Return this stage's prediction layers for `GPTModel(mtp_block_spec=...)`, or None."""
     if not config.mtp_num_layers:
         return None
     # megatron-core builds MTP layers of the kind of the last decoder layer.
@@ -392,9 +378,7 @@ def _one_after_the_other(config: Any, provider: Provider, moe: bool, linear: boo
 
 
 def mlp_spec(config: Any, provider: Provider, experts: int | None) -> Any:
-    """Return an MLP, or a mixture of `experts`, which are routed to by lists where the config says
-    so.
-    """
+    """Return an MLP, or a mixture of `experts`, routed by lists if the config wants them."""
     # Set before the spec is built: megatron-core asks the provider for experts meanwhile.
     provider.sparse = getattr(config, "sparse_experts", None) is not None
     mlp = api.get_mlp_module_spec_for_backend(
@@ -417,9 +401,7 @@ def layers_of(mlp: Any) -> Any:
 
 
 def _moe_pattern(config: Any) -> list[bool]:
-    """Return whether each of the model's layers is a mixture of experts; raises `ValueError` for a
-    wrong list.
-    """
+    """Return whether each layer is a mixture of experts; raises `ValueError` for a wrong list."""
     if config.num_moe_experts is None:
         return [False] * config.num_layers
     every = config.moe_layer_freq

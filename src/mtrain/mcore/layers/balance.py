@@ -35,9 +35,7 @@ def counts_of(experts: Tensor, tokens: Tensor, number: int) -> Tensor:
 
 
 def with_z_loss(router: Any, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return `logits` [t, e], whose backward adds the router's z-loss over those of `tokens` [t]
-    that are true.
-    """
+    """Return `logits` [t, e] whose backward adds the z-loss over the true ones of `tokens` [t]."""
     coefficient = router.config.moe_z_loss_coeff
     if coefficient is None or not router.training or not torch.is_grad_enabled():
         return logits

@@ -51,9 +51,7 @@ class Cache(StaticInferenceContext):
         return self.sequence_len_offset
 
     def advance(self, tokens: int) -> None:
-        """Count tokens as read after all chunks of the model have seen them; later tokens overwrite
-        padding.
-        """
+        """Count tokens as read after all chunks have seen them; later tokens overwrite padding."""
         self.increment_sequence_len_offset(tokens)
 
     def forget(self) -> None:
@@ -96,9 +94,7 @@ class Cache(StaticInferenceContext):
         self._hidden.clear()
 
     def hidden(self, window: tuple[int, int] | None, tokens: int = 1) -> Tensor:
-        """Return the keys that `tokens` from `place` on do not see, boolean [1 or rows, 1, tokens,
-        span].
-        """
+        """Return the keys hidden from `tokens` from `place` on, [1 or rows, 1, tokens, span]."""
         assert self.place is not None
         if window not in self._hidden:
             keys = torch.arange(self._span, device=self.place.device)
@@ -131,9 +127,7 @@ class Cache(StaticInferenceContext):
 
 
 class State:
-    """The state that a layer carries between calls: the last inputs of its convolution, and its
-    scan.
-    """
+    """The state that a layer carries between calls: its convolution's last inputs, and its scan."""
 
     def __init__(self, tail: Tensor, state: Tensor) -> None:
         self.tail = tail
@@ -200,9 +194,7 @@ class CachedSelfAttention(SelfAttention):
             self.__dict__["_turns"] = None
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-        """Return queries [s, b, n, d], keys and values [s, b, g, d] of `hidden_states`
-        [s, b, h].
-        """
+        """Return queries [s, b, n, d], keys and values [s, b, g, d] of hidden states [s, b, h]."""
         if self._turns is None or self.packed_impl is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **given)
         packed, _ = self.linear_qkv(hidden_states)
@@ -279,9 +271,7 @@ class CachedSelfAttention(SelfAttention):
 
 @contextmanager
 def whole_sequences(chunks: list[Any]) -> Iterator[None]:
-    """Let each context-parallel rank read whole sequences inside, all of them the same, from a
-    cache.
-    """
+    """Let each context-parallel rank read the same whole sequences from a cache inside."""
     owners = {CoreAttention: "_context", RotaryEmbedding: "cp_group"}
     kept = [
         (module, name, getattr(module, name))
@@ -300,9 +290,7 @@ def whole_sequences(chunks: list[Any]) -> Iterator[None]:
 
 
 def decoding_obstacle(chunk: Any) -> str:
-    """Return why a chunk cannot read tokens at a place that only the device knows; empty: it
-    can.
-    """
+    """Return why a chunk cannot read tokens at a place known to the device only, or ""."""
     if chunk.config.num_moe_experts:
         return "the host reads how many tokens each expert takes"
     return places_obstacle(chunk)

@@ -24,7 +24,8 @@ class Context:
     def __init__(self, group: Any, kind: str | None) -> None:
         self.group = group
         self.kind = kind or "all_gather"
-        self.inner = self.outer = None
+        self.inner = None
+        self.outer = None
         if self.kind == "a2a":
             self.inner = group
         elif self.kind == "p2p":
@@ -60,9 +61,7 @@ class Context:
         return self.group.rank() // self.inner_size
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """Exchange [s, b, n, d] of one rank's tokens and all heads for [inner * s, b, n / inner,
-        d].
-        """
+        """Exchange [s, b, n, d] of own tokens for [inner * s, b, n / inner, d] of some heads."""
         if self.inner is None:
             return x
         # all_to_all splits the first axis: the part for each rank goes there.
@@ -75,9 +74,7 @@ class Context:
         return all_to_all(self.inner, parts).flatten(0, 1)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """Exchange [inner * s, b, w] of some heads back for [s, b, inner * w] of this rank's tokens
-        and all heads.
-        """
+        """Exchange [inner * s, b, w] of some heads back for [s, b, inner * w] of own tokens."""
         if self.inner is None:
             return x
         _, b, w = x.shape
@@ -91,9 +88,7 @@ class Context:
         return Passing(x, self.outer)
 
     def gathered(self, key: Tensor, value: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values of all ranks, and put them in the order `sequence` [c * s]: [c
-        * s, b, n, d].
-        """
+        """Gather all ranks' keys and values in the order `sequence` [c * s]: [c * s, b, n, d]."""
         both = torch.cat([key, value], dim=-1)  # one collective instead of two
         both = gather_from_sequence_parallel_region(both, group=self.group)
         both = both.index_select(0, sequence)
@@ -122,9 +117,7 @@ class Passing:
 
 
 class _Give(torch.autograd.Function):
-    """Begins to send to the next rank of a ring and to receive from the one before; waits for the
-    gradient.
-    """
+    """A transfer to the next rank of a ring and from the previous one; its backward waits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: _Exchange) -> Tensor:
@@ -154,18 +147,14 @@ class _Take(torch.autograd.Function):
 
 
 class _Exchange:
-    """A message to one neighbour in a ring and one from the other; one such pair is under way at a
-    time.
-    """
+    """A message to one neighbour in a ring and one from the other, one pair at a time."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self._under_way: tuple[list[Any], Tensor] | None = None
 
     def start(self, x: Tensor, step: int) -> Tensor:
-        """Send `x` to the rank that is `step` ranks on; returns the memory that is received into
-        until `finish`.
-        """
+        """Send `x` to the rank `step` on; return the memory to receive into until `finish`."""
         size = self.group.size()
         rank = self.group.rank()
         sent = x.contiguous()

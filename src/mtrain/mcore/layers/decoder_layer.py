@@ -28,8 +28,7 @@ class DecoderLayerSubmodules(TransformerLayerSubmodules):
     post_self_attn_layernorm: Any = IdentityOp
     post_mlp_layernorm: Any = IdentityOp
     norms_the_sum: bool = False
-    """True if they norm the residual stream together with the output that was added to it (BERT).
-    """
+    """True if they norm the residual stream and the output added to it together (BERT)."""
 
 
 class DecoderLayer(TransformerLayer):
@@ -154,9 +153,7 @@ def leave_in_bf16(layer: Any) -> None:
 
 
 def _normed(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:
-    """Return megatron-core's sum of a part's output, its bias and the residual, in which output and
-    bias are normed first.
-    """
+    """Return megatron-core's sum of output, bias and residual, the first two normed first."""
 
     def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
         output, bias = output_with_bias

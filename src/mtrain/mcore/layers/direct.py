@@ -108,9 +108,7 @@ def forward_layer(
 
 
 def forward_attention(attention: Any, hidden_states: Tensor, attention_mask: Any) -> Any:
-    """Return the output of a plain attention [s, b, h] and its bias; queries and keys are turned as
-    they are unpacked.
-    """
+    """Return a plain attention's output [s, b, h] and bias; unpacking turns queries and keys."""
     query, key, value = attention.get_query_key_value_tensors(hidden_states)
     attended = attention.core_attention(
         query,

@@ -37,9 +37,7 @@ TOO_MANY = (
 
 
 def begin_copy(values: Tensor) -> tuple[Tensor, Any]:
-    """Begin to copy `values` to the host; return the copy, and the event to wait for before it is
-    read (None on a CPU).
-    """
+    """Begin to copy `values` to the host; return the copy, and its event (None on a CPU)."""
     if values.is_cpu or values.is_meta:
         return values, None
     # A copy to pageable memory would make the host wait.
@@ -78,9 +76,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Prepare `tokens` [s, b, h] of this rank, with their experts and weights [t, k], to be
-        sent.
-        """
+        """Prepare this rank's `tokens` [s, b, h], and their experts and weights [t, k]."""
         self._shape = tokens.shape
         self._experts = routing_map
         if self.shared_experts is not None:
@@ -91,7 +87,9 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         learns = getattr(routing_map, LEARNS, True)
         self._pads = self.padded and (learns or self.one_graph)
         if self._pads:
-            self._inputs = self._outputs = self._outputs_tp = None
+            self._inputs = None
+            self._outputs = None
+            self._outputs_tp = None
             self._sent = self._at_fixed_places(routing_map, self.room_factor if learns else None)
         else:
             self._sent = plan(routing_map, self.config.num_moe_experts)
@@ -100,9 +98,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return permute(tokens, self._sent, impl=self.impl), row_weights(probs, self._sent)
 
     def _at_fixed_places(self, experts: Tensor, factor: float | None) -> Plan:
-        """Return the plan in which each rank's rows have the same room, whether they fill it or
-        not.
-        """
+        """Return the plan in which each rank's rows have the same room, filled or not."""
         tokens, topk = experts.shape
         local = self.local
         ep = self.ep_size
@@ -114,9 +110,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return made
 
     def _begin_splits(self, counts: Tensor) -> None:
-        """Tell all ranks how many rows each expert gets from here, and begin to copy the counts
-        that the host needs.
-        """
+        """Exchange counts of rows by expert, and begin to copy those that the host needs."""
         ep = self.ep_size
         tp = self.tp_size
         with torch.no_grad():
@@ -137,9 +131,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self._splits = begin_copy(numbers)
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send rows to the ranks of their experts, or get all tokens of the ranks that share these
-        experts.
-        """
+        """Send rows to their experts' ranks, or gather all tokens for shared experts."""
         if self.exchanges:
             if not self._pads:
                 self._end_splits()
@@ -233,9 +225,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         return self._summed(hidden_states, self.tp_ep_group) if self.gathers else hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return tokens [s, b, h] from the returned rows, plus the output of shared experts that
-        were computed meanwhile.
-        """
+        """Return tokens [s, b, h] from returned rows, plus the output of shared experts."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
@@ -253,9 +243,7 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
 
 def _dispatcher(*args: Any, original: Callable[..., Any], config: Any, **more: Any) -> Any:
-    """Return megatron-core's dispatcher, or ours for a config whose router gives lists of
-    experts.
-    """
+    """Return megatron-core's dispatcher, or mtrain's for a router with lists of experts."""
     kind: Callable[..., Any] = (
         original if getattr(config, "sparse_experts", None) is None else SparseDispatcher
     )
@@ -264,8 +252,6 @@ def _dispatcher(*args: Any, original: Callable[..., Any], config: Any, **more: A
 
 @functools.cache
 def use_in_layers() -> None:
-    """Let megatron-core's layers of experts make our dispatcher where their config asks for it:
-    once per process.
-    """
+    """Let megatron-core's expert layers make mtrain's dispatcher if their config asks for it."""
     for name in ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher"):
         setattr(moe_layer, name, functools.partial(_dispatcher, original=getattr(moe_layer, name)))

@@ -22,9 +22,7 @@ from mtrain.mcore.layers.linear import adds_to_main_grad, nothing
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows `ids` [...] of `weight` [v, h]; the gradient of a row is summed in fp32 and rounded
-    once.
-    """
+    """Rows `ids` [...] of `weight` [v, h]; gradients of a row sum in fp32 and round once."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:

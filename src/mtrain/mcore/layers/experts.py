@@ -1,6 +1,4 @@
-"""Experts whose counts of rows stay on the device: megatron-core's grouped MLP without a copy to
-the host.
-"""
+"""Experts whose row counts stay on the device: megatron-core's grouped MLP without copies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""megatron-core's gated delta net with portable operations, packed samples, a cache, and weights of
-any layout.
-"""
+"""megatron-core's gated delta net with portable operations, packing, a cache, and any layout."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ DECAYS = (1.0, 16.0)
 
 
 class OutputNorm(Norm):
-    """RMSNorm of each head that multiplies with its weight, also where other norms multiply with
-    1 + weight.
-    """
+    """RMSNorm of each head that multiplies with its weight, even if others use 1 + weight."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **more: Any) -> None:
         super().__init__(config, hidden_size, eps, **more)
@@ -46,9 +42,7 @@ class GatedDeltaNet(_GatedDeltaNet):
     impl = "reference"
 
     def reset_parameters(self) -> None:
-        """Set constants, and mark how the other weights are drawn; see
-        `mtrain.assembly.weights`.
-        """
+        """Set constants, and mark other weights' distributions; see `mtrain.assembly.weights`."""
         weight = self.conv1d.weight
         weight.mtrain_init_bound = weight.shape[-1] ** -0.5
         self.A_log.mtrain_init_of_share = _decay_at_the_start
@@ -114,9 +108,7 @@ class GatedDeltaNet(_GatedDeltaNet):
         return causal_conv1d(x, weight, segments=marks, impl=self.impl)[..., -times:], tail
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return megatron-core's state, but a weight of several sections is one tensor of them all,
-        and not one of each.
-        """
+        """Return megatron-core's state, with a weight of several sections as one tensor."""
         found: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
         factories = {
             name: _joined(t) for name, t in found.items() if isinstance(t, ShardedTensorFactory)

@@ -1,6 +1,4 @@
-"""Linear layers of experts: one call for all experts of a rank, reading each weight
-where it lies.
-"""
+"""Linear layers of experts: one call for a rank's experts, reading each weight in place."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class Gate(NamedTuple):
     """An activation that is made in the kernels of a product, each row [r] times its `share`."""
 
     kind: str
-    """Kind of the activation after a product; before a product in FP8, the implementation of
-    SwiGLU.
-    """
+    """Kind of the activation after a product; before an FP8 product, SwiGLU's implementation."""
     share: Tensor | None
     again: bool = False
     """True if the backward recomputes the activation from its saved inputs."""
@@ -100,9 +96,7 @@ class _GroupedLinear(nn.Module):
             parameter.allreduce = as_dense  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
-        """Draw the weights, as megatron-core's own layers do: from the whole weight if it is done
-        on the CPU.
-        """
+        """Draw the weights as megatron-core's layers do: on a CPU, from the whole weight."""
         config = self._config
         for weight in self._each("weight"):
             if not config.perform_initialization:
@@ -168,9 +162,7 @@ class _GroupedLinear(nn.Module):
 
     @property
     def may_gate(self) -> bool:
-        """Return whether an activation may be made behind the product: the kernel knows no bias and
-        no FP8.
-        """
+        """Return whether a product may make the activation: its kernel knows no bias and no FP8."""
         return (
             self.fp8 is None
             and self.impl == "triton"
@@ -219,9 +211,7 @@ class _GroupedLinear(nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return each expert's tensors at its place among all experts, under the keys of
-        `SequentialMLP`.
-        """
+        """Return each expert's tensors at its place among all, under `SequentialMLP`'s keys."""
         axes = {"weight": self.partition_dim} | ({"bias": 0} if self.partition_dim == 0 else {})
         return self.sharded_by_expert(
             ("weight", "bias"), axes, prefix, sharded_offsets, metadata or {}

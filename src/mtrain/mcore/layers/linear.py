@@ -30,8 +30,7 @@ class _Product:
     takes_operands = False
     """True if the producer of this layer's input may quantise for it."""
     swiglu: str | None = None
-    """The implementation of that activation, which is left to this layer; its input is gate and up.
-    """
+    """The implementation of this layer's own activation; its input is gate and up."""
     _operand: Operand | None = None
     _alone: bool | None = None
     """True if no other rank has a part of this layer or its tokens; None before the first call."""
@@ -267,9 +266,7 @@ class _Accumulation:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, dy: Tensor, main_grad: Tensor) -> None:
-        """Add `dy^T x` [n, k] to `main_grad` in fp32: `x` [t, k] and `dy` [t, n] in
-        their format.
-        """
+        """Add `dy^T x` [n, k] to `main_grad` in fp32, of `x` [t, k] and `dy` [t, n]."""
         add_weight_gradient(main_grad, dy, x)
 
     # The product adds in the dtype of `main_grad`, by whichever name megatron-core calls it.
@@ -277,9 +274,7 @@ class _Accumulation:
 
 
 def accumulate_in_products() -> None:
-    """Let megatron-core's `gradient_accumulation_fusion` be made by `mtrain_kernels` where there is
-    no APEX.
-    """
+    """Let `mtrain_kernels` make megatron-core's `gradient_accumulation_fusion` without APEX."""
     # megatron-core looked for APEX when it was imported; this is the result.
     if not layers._grad_accum_fusion_available:
         layers.fused_weight_gradient_mlp_cuda = _Accumulation
@@ -287,9 +282,7 @@ def accumulate_in_products() -> None:
 
 
 def adds_to_main_grad(weight: Tensor) -> bool:
-    """Return whether a gradient may go to the buffer of megatron-core's data parallelism, and
-    nobody wants to see it.
-    """
+    """Return whether a gradient may skip to the buffer of data parallelism, with no observer."""
     there = hasattr(weight, "grad_added_to_main_grad") and not hasattr(weight, "__fsdp_param__")
     return there and getattr(weight, "main_grad", None) is not None and not weight._backward_hooks
 

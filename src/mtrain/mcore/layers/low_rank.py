@@ -68,9 +68,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Parts:
-    """The Hugging Face layers that one fused layer holds: how many, and which one each row of the
-    weight belongs to.
-    """
+    """The Hugging Face layers in one fused layer: their number, and the layer of each row."""
 
     count: int
     of_row: Tensor
@@ -101,9 +99,7 @@ def _make_adapted(layer: Any, adapter: Adapter, parts: Parts) -> None:
 
 @torch.no_grad()
 def start_magnitudes(chunks: list[Any]) -> None:
-    """Make magnitudes the norms of the rows of the weights as they are now; every tensor-parallel
-    rank takes part.
-    """
+    """Make magnitudes the norms of the present weights' rows, on every tensor-parallel rank."""
     for chunk in chunks:
         for layer in chunk.modules():
             if isinstance(layer, _LowRank) and layer.magnitude is not None:
@@ -111,9 +107,7 @@ def start_magnitudes(chunks: list[Any]) -> None:
 
 
 def _begin_gradient(module: Any, given: Any, output: Tensor) -> None:
-    """Ask for the gradient of embeddings: layers that are computed again have one only where their
-    input has.
-    """
+    """Request the gradient of embeddings: recomputed layers have one only if their input has."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
 
@@ -146,9 +140,7 @@ def _parameter(like: Tensor, rows: int, columns: int | None = None) -> nn.Parame
 
 
 def _drawn(a: nn.Parameter, inputs: int) -> nn.Parameter:
-    """Mark `lora_a` with the distribution that `peft` draws it from: uniform, as torch's linear
-    layers.
-    """
+    """Mark `lora_a` with `peft`'s distribution: uniform, as in torch's linear layers."""
     a.mtrain_init_bound = inputs**-0.5  # type: ignore[attr-defined]
     return a
 

@@ -51,9 +51,7 @@ class HeadExchange:
         return mixed, steps, places
 
     def to_tokens(self, y: Tensor, places: Tensor) -> Tensor:
-        """Return all tokens [c * s, b, channels of some heads] as this rank's [s, b,
-        all channels].
-        """
+        """Return all tokens [c * s, b, channels of some heads] as [s, b, all channels]."""
         return self._context.to_tokens(y.index_select(0, places))
 
     def own_channels(self, weight: Tensor) -> Tensor:
@@ -66,9 +64,7 @@ class HeadExchange:
         return weight.view(self.ranks, -1)[self._rank]
 
     def _parts(self, mixed: Tensor) -> list[Tensor]:
-        """Return channels, inputs and outputs [..., all] as [..., ranks, of each]; groups of
-        several ranks for each.
-        """
+        """Return channels [..., all] as [..., ranks, of each]; groups of several ranks for each."""
         x, *both = mixed.split(self._widths, -1)
         groups = (
             part.unflatten(-1, (self._all_groups, -1)).repeat_interleave(self._copies, -2)

@@ -248,9 +248,7 @@ class Mamba2Mixer(MegatronModule):
         return y.flatten(2).transpose(0, 1)
 
     def _weights(self) -> tuple[Tensor, ...]:
-        """Return the weights of convolution, time steps, decays and skips: all rows, or this rank's
-        part.
-        """
+        """Return the weights of convolution, time steps, decays and skips: all rows, or a part."""
         assert self.conv1d.bias is not None
         channels: tuple[Tensor, ...] = self.conv1d.weight.squeeze(1), self.conv1d.bias
         heads: tuple[Tensor, ...] = self.dt_bias, self.A_log, self.D
@@ -266,9 +264,7 @@ class Mamba2Mixer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """Return as megatron-core has it: parts of a fused weight are tensors of their own, each
-        split over tensor ranks.
-        """
+        """Return megatron-core's form: a fused weight as separate tensors, split over ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         own: dict[str, Any] = {}
@@ -335,9 +331,7 @@ def _ends(packed: Any) -> Tensor | None:
 
 
 def _segments(packed: Any, mixed: Tensor) -> Tensor | None:
-    """Return the document [1, t] of each token of packed samples; tokens after the last document
-    are one of their own.
-    """
+    """Return the document [1, t] of each token of packed samples; trailing tokens form another."""
     ends = _ends(packed)
     if ends is None:
         return None

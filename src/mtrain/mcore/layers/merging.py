@@ -87,9 +87,7 @@ def one_hot_of(weight: str, adapter: Whole, model: Any) -> Tensor | None:
 
 @torch.no_grad()
 def merged(weight: Tensor, adapter: Whole, one_hot: Tensor | None, scale: float) -> Tensor:
-    """Return W + s B A in the format of `weight` [..., out, in]; rows that have a magnitude are
-    scaled to it.
-    """
+    """Return W + s B A like `weight` [..., out, in]; rows with a magnitude are scaled to it."""
     # fp32, rounded once: the change is small next to the weight.
     own = spread(adapter.b.float(), one_hot)
     whole = weight.float() + scale * (own @ adapter.a.float())

@@ -87,9 +87,7 @@ def feed(layer: Any) -> None:
 
 
 def feed_norm(norm: Any, *linears: Any) -> None:
-    """Let a norm quantise for all of the linear layers that read it, which are of one
-    tensor-parallel group.
-    """
+    """Let a norm quantise for all linear layers after it, which share a tensor-parallel group."""
     if hasattr(norm, "feeds") and norm.impl == "triton" and linears and all(map(_takes, linears)):
         first = linears[0]
         groups = [first.tp_group] if first.sequence_parallel else []
@@ -119,9 +117,7 @@ def normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def greatest(groups: list[Any]) -> Any:
-    """Return a function that reduces a maximum over the ranks of these groups; None where each
-    group has one rank.
-    """
+    """Return a function that reduces a maximum over these groups; None if each has one rank."""
     several = [group for group in groups if group.size() > 1]
     if not several:
         return None
@@ -181,9 +177,7 @@ def _side_by_side(x: Tensor, group: Any, ranks: int) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """The place of a tensor of all ranks in a graph: each gets its part of the sum of their
-    gradients.
-    """
+    """A tensor's place in a graph on all ranks: each gets its part of their gradients' sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -12,9 +12,7 @@ from mtrain.mcore.layers.decoder_layer import DecoderLayer
 
 
 class ParallelResidualLayer(TransformerLayer):
-    """megatron-core's layer with attention and MLP side by side, each behind a norm of its own
-    (GPT-NeoX).
-    """
+    """megatron-core's layer with parallel attention and MLP, each with its own norm (GPT-NeoX)."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Map `hidden_states` [s, b, h], or [s / tp, b, h] under sequence parallelism, to the same
@@ -29,9 +27,7 @@ class ParallelResidualLayer(TransformerLayer):
         return self._forward_mlp(hidden_states, *given)(attended), context
 
     def _forward_post_mlp(self, mlp_output_with_bias: Any, residual: Tensor) -> Any:
-        """Add the MLP's output to the residual that attention returned, not to the input of this
-        MLP.
-        """
+        """Add the MLP's output to the residual from attention, not to the input of this MLP."""
         return functools.partial(super()._forward_post_mlp, mlp_output_with_bias)
 
 

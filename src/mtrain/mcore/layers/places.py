@@ -14,9 +14,7 @@ from torch import Tensor
 from mtrain.mcore.layers.context import Context
 
 LENGTHS = 8
-"""The number of lengths whose places are kept: without packing, they are the same in every
-micro-batch.
-"""
+"""The number of lengths whose places are kept: unpacked, micro-batches share them."""
 
 _kept: OrderedDict[Any, Places] = OrderedDict()
 
@@ -58,9 +56,7 @@ class Places:
         *,
         ordered: bool,
     ) -> Seen:
-        """Describe to kernels which keys of a block, or of all blocks (None), the queries of
-        another see.
-        """
+        """Describe to kernels the keys of a block, or of all (None), that another's queries see."""
 
         def make() -> Seen:
             left, right = window or (-1, -1)
@@ -76,9 +72,7 @@ class Places:
     def mask(
         self, here: int, there: int | None, causal: bool, window: Any, cu_seqlens: Tensor | None
     ) -> Tensor | None:
-        """Return the same as a mask, True where a query sees a key; None where all keys
-        are seen.
-        """
+        """Return the same as a mask, True for visible keys; None if all keys are visible."""
         return self._once(  # type: ignore[no-any-return]
             ("mask", here, there, causal, window),
             lambda: mask_of(
@@ -129,9 +123,7 @@ def places_of(
 def mask_of(
     q_at: Tensor, k_at: Tensor, causal: bool, window: Any, cu_seqlens: Tensor | None
 ) -> Tensor | None:
-    """Return the mask [s, t] of the keys at positions [t] that queries at positions [s] see; None:
-    they see all.
-    """
+    """Return the mask [s, t] of keys at positions [t] for queries at [s]; None: all visible."""
     if not causal and cu_seqlens is None and window is None:
         return None
     segments: dict[str, Tensor] = {}

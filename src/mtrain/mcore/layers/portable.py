@@ -102,9 +102,7 @@ class Norm(nn.Module):
 
 @functools.cache
 def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
-    """Return the norm with an epsilon of its own, whatever megatron-core asks for: a class that
-    specs can name.
-    """
+    """Return the norm with its own epsilon, not megatron-core's, as a class for specs."""
 
     class Own(norm):  # type: ignore[misc,valid-type]
         def __init__(self, config: Any, hidden_size: int, eps: float, **more: Any) -> None:
@@ -117,9 +115,7 @@ def with_epsilon(norm: type[Norm], epsilon: float) -> type[Norm]:
 
 @functools.cache
 def with_bias(linear: type) -> type:
-    """Return the linear layer with a bias, whatever megatron-core asks for: a class that specs
-    can name.
-    """
+    """Return the linear layer with a bias, not megatron-core's choice, as a class for specs."""
 
     class Biased(linear):  # type: ignore[misc]
         def __init__(self, *args: Any, bias: bool = True, **more: Any) -> None:
@@ -181,16 +177,12 @@ class KeyNorm(_NormAcrossHeads):
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Return the tanh approximation of gelu, elementwise (Hendrycks and Gimpel 2016,
-    arXiv:1606.08415).
-    """
+    """Return gelu's tanh approximation, elementwise (Hendrycks, Gimpel 2016, arXiv:1606.08415)."""
     return F.gelu(x, approximate="tanh")
 
 
 class Activation(MegatronModule):
-    """The activation between the two layers of an MLP or an expert, gated or not: one pass over its
-    input.
-    """
+    """The activation within an MLP or an expert, gated or not: one pass over its input."""
 
     impl = "triton"
     left_to_linear = False
@@ -274,9 +266,7 @@ class DuplicatedLinear(nn.Module):
         return y, None
 
     def _product(self, x: Tensor) -> Tensor:
-        """Return the product; in FP8 a tensor has one scale over all ranks that have a part of its
-        tokens.
-        """
+        """Return the product; in FP8 all ranks with some of a tensor's tokens share its scale."""
         fuses = (
             self.config.gradient_accumulation_fusion
             and torch.is_grad_enabled()

@@ -1,6 +1,4 @@
-"""Attention whose scores have a learned bias by distance, and the layers of an encoder-decoder
-around it.
-"""
+"""Attention with a learned bias by distance, and the layers of an encoder-decoder around it."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ class RelativePositions(RelativePositionEmbedding):
 
 
 class _WithBiases(torch.autograd.Function):
-    """The input of a stack, unchanged; its backward adds the gradient of the biases when all layers
-    of the stack are done.
-    """
+    """The input of a stack, whose backward adds the biases' gradient when all layers are done."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, biases: Tensor, leaf: Tensor) -> Tensor:
@@ -93,9 +89,7 @@ def computed_again(hidden: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class BiasedAttention(CoreAttention):
-    """Softmax attention in which what a query sees, and how much more of what, is a bias on the
-    scores.
-    """
+    """Softmax attention in which visibility and its strength are a bias on the scores."""
 
     def forward(
         self,
@@ -126,9 +120,7 @@ class BiasedAttention(CoreAttention):
 
 
 def with_dropout(linear: type) -> type:
-    """Return the row-parallel linear layer with `config.hidden_dropout` on its input: a class that
-    specs can name.
-    """
+    """Return the row-parallel layer with `config.hidden_dropout` first, as a class for specs."""
 
     class Dropped(linear):  # type: ignore[misc]
         def forward(self, input_: Tensor, *args: Any, **more: Any) -> Any:

@@ -1,6 +1,4 @@
-"""The sum of the residual stream made together with the norm that reads it: one pass over memory
-instead of two.
-"""
+"""The residual stream's sum made together with the norm that reads it, in one pass."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class ResidualNorm(Norm):
     """The sum, its node in autograd's graph, and its norm."""
 
     def forward(self, x: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """Normalise `x` [..., hidden_size], or its sum with `residual`, in their shape and
-        dtype.
-        """
+        """Normalise `x` [..., hidden_size], or its sum with `residual`, in shape and dtype."""
         if x is None or residual is None:
             ahead = self._ahead
             # Attributes of a module are set through a method of torch's that looks for weights.
@@ -50,9 +46,7 @@ class ResidualNorm(Norm):
 
 
 def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) -> Callable[..., Any]:
-    """Return megatron-core's sum of a part's output, its bias and the residual, computed by the
-    norm that reads it.
-    """
+    """Return megatron-core's sum of output, bias and residual, computed by the next norm."""
 
     def summed(output_with_bias: Any, residual: Any, dropout_p: float) -> Any:
         output, bias = output_with_bias
@@ -65,9 +59,7 @@ def added_by(norm: Any, add: Callable[..., Any], training: bool, fused: bool) ->
 
 
 def captured_parts(config: Any) -> set[str]:
-    """Return the parts of a layer that are captured each in its own CUDA graph, or full_iteration;
-    empty for whole layers.
-    """
+    """Return the parts of a layer with separate CUDA graphs, full_iteration, or none (whole)."""
     named = (
         getattr(config, "cuda_graph_modules", None)
         or getattr(config, "cuda_graph_scope", None)

@@ -1,6 +1,4 @@
-"""Rotary positions: frequencies for longer sequences, in fp32 as transformers computes them, and
-two bases.
-"""
+"""Rotary positions: fp32 frequencies for longer sequences, as in transformers, and two bases."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ Frequencies = Callable[[int], Tensor]
 
 
 def frequencies(model: ModelConfig) -> Frequencies | None:
-    """Return the frequencies of `model.rope_scaling`, of which a resolved run knows every key;
-    None: without scaling.
-    """
+    """Return the frequencies of `model.rope_scaling`, complete in a resolved run, or unscaled."""
     if model.rope_scaling is None:
         return None
     return functools.partial(_KINDS[model.rope_scaling.rope_type], model, model.rope_scaling)
@@ -63,9 +59,7 @@ def _llama3(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tens
 
 
 def _yarn(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
-    """Return a ramp over the channels between frequencies that stay and those that are divided
-    (Peng et al. 2023).
-    """
+    """Return a ramp over channels between kept and divided frequencies (Peng et al. 2023)."""
     fast = scaling.beta_fast
     slow = scaling.beta_slow
     before = scaling.original_max_position_embeddings
@@ -112,9 +106,7 @@ _KINDS: dict[str, Callable[[ModelConfig, RopeScalingConfig, int], Tensor]] = {
 
 
 class ScaledRotary(RotaryEmbedding):
-    """megatron-core's rotary embedding with frequencies of ours, which may depend on the length of
-    the sequences.
-    """
+    """megatron-core's rotary embedding with mtrain's frequencies, which lengths may change."""
 
     frequencies: Frequencies
 
@@ -142,9 +134,7 @@ def multiply_turns(config: Any, factor: float) -> None:
 
 
 class TwoBases(nn.Module):
-    """Angles of layers with a window, by `base` and not scaled, and those of all other layers: [2,
-    s, 1, 1, r].
-    """
+    """Angles of layers with a window, by `base` and unscaled, and of others: [2, s, 1, 1, r]."""
 
     def __init__(self, others: RotaryEmbedding, base: float) -> None:
         super().__init__()

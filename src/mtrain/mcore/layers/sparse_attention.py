@@ -29,9 +29,7 @@ EPSILON = 1e-6
 
 
 class Projection(nn.Module):
-    """A linear layer without bias, whole on every tensor-parallel rank, whose gradient is whole
-    there too.
-    """
+    """A linear layer without bias, whole with its gradient on every tensor-parallel rank."""
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -61,9 +59,7 @@ class KeyNorm(nn.Module):
 
 
 class Indexer(MegatronModule):
-    """Queries, keys and weights of scores, from the input of attention; the same on every
-    tensor-parallel rank.
-    """
+    """Queries, keys and weights of scores, from attention's input; alike on tensor ranks."""
 
     def __init__(self, config: Any, *, cp_group: Any) -> None:
         super().__init__(config=config)
@@ -112,9 +108,7 @@ def _rotary(config: Any, cp_group: Any) -> Any:
 
 
 def _turned(x: Tensor, angles: Tensor, factor: float) -> Tensor:
-    """Rotate the first channels of `x` [s, b, h, d] by `angles` [s, 1, 1, r], half against half,
-    and scale it.
-    """
+    """Rotate the first channels of `x` [s, b, h, d] by `angles` [s, 1, 1, r], and scale it."""
     head, rest = x.split([angles.shape[-1], x.shape[-1] - angles.shape[-1]], dim=-1)
     cos, sin = ((turn * factor).to(x.dtype) for turn in (angles.cos(), angles.sin()))
     first, second = head.chunk(2, dim=-1)
@@ -192,9 +186,7 @@ class SparseAttention(CoreAttention):
         return taught_by
 
     def _factor(self, like: Tensor) -> Tensor:
-        """Return the factor of the indexer's loss, which is a sum over all tokens where a step may
-        divide by fewer.
-        """
+        """Return the factor of the indexer's loss, a sum over all tokens, also unused ones."""
         share = getattr(self.config, ROUTER_LOSS_SHARE, 1.0)
         factor = self.config.dsa_indexer_loss_coeff * torch.as_tensor(share, device=like.device)
         scaled = self.config.grad_scale_func

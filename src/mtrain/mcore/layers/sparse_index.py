@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 MOST_SCORES = 1 << 24
-"""Scores of all heads that are held at once: queries are taken part by part, and no part's are
-kept.
-"""
+"""Scores of all heads held at once: queries are processed in parts, and no scores stay."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,7 @@ class Teacher:
     """Function from a sum over this rank's heads to the mean over all heads."""
 
     def target(self, rows: slice, seen: Tensor) -> Tensor:
-        """Return the attention of all heads to each key that is `seen` [b, s, t], in the same
-        shape; it sums to 1.
-        """
+        """Return all heads' attention to the `seen` keys [b, s, t], which sums to 1."""
         wide = torch.promote_types(self.query.dtype, torch.float32)
         logits = (
             torch.einsum("sbnd,tbnd->bnst", self.query[rows].to(wide), self.key.to(wide))
@@ -65,9 +61,7 @@ class Teacher:
 
 
 def chosen(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
-    """Return marks [b, s, t] of the keys with the `topk` highest scores [b, s, t] among those that
-    are `visible` [s, t].
-    """
+    """Return marks [b, s, t] of the `topk` best scored keys [b, s, t] among `visible` [s, t]."""
     best = (
         scores.masked_fill(~visible, -torch.inf).topk(min(topk, scores.shape[-1]), dim=-1).indices
     )
@@ -143,9 +137,7 @@ def taught(
 
 
 def _parts(index: Index, heads: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield queries whose scores, of the indexer's heads or of `heads`, fit; and which keys they
-    may see, [s, t].
-    """
+    """Yield queries whose scores, of indexer or `heads`, fit, and visible keys [s, t]."""
     s, b, h, _ = index.q.shape
     t = index.k.shape[0]
     size = max(1, MOST_SCORES // (b * max(h, heads) * t))

@@ -56,9 +56,7 @@ class BertEmbedding(LanguageModelEmbedding):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None
     ) -> Tensor:
-        """Return ids [b, s] to [s, b, h], or to this rank's [s / tp, b, h] under sequence
-        parallelism.
-        """
+        """Return ids [b, s] to [s, b, h], or to [s / tp, b, h] under sequence parallelism."""
         kinds = torch.zeros_like(input_ids) if tokentype_ids is None else tokentype_ids
         words = self.word_embeddings(input_ids)
         if self._pad_token is not None:
@@ -79,9 +77,7 @@ class BertEmbedding(LanguageModelEmbedding):
 
 
 class MaskedTokenHead(MegatronModule):
-    """Hidden states [s, b, h] to those that the output layer reads: a linear layer, its activation,
-    a norm.
-    """
+    """Hidden states [s, b, h] to the output layer's: a linear layer, its activation, a norm."""
 
     def __init__(self, config: Any, norm: Callable[..., Any], activation: str) -> None:
         super().__init__(config=config)
@@ -150,7 +146,8 @@ class BertModel(SummedLosses, LanguageModule):
             vp_stage=vp_stage,
         )
         join_layers(self.encoder)
-        self.pooler = self.next_sentence = None
+        self.pooler = None
+        self.next_sentence = None
         if post_process:
             self.head = MaskedTokenHead(config, norm, head_activation)
             self.output_layer = OutputLayer(
@@ -224,9 +221,7 @@ class BertModel(SummedLosses, LanguageModule):
         return total
 
     def next_sentence_logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 [b, 2] from the pooled first token of the encoder's [s, b, h], or of this
-        rank's part.
-        """
+        """Return fp32 [b, 2] from the first token of the encoder's [s, b, h], or of a part."""
         assert self.pooler is not None
         assert self.next_sentence is not None
         if self.config.sequence_parallel:

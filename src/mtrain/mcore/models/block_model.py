@@ -32,9 +32,7 @@ from mtrain.models.hybrid.config import DELTA, EXPERTS, SOFTMAX
 
 
 class BlockLayer(PatternLayer):
-    """The attention or the MLP of a block, with the number of the block; `whole` is the
-    configuration of blocks.
-    """
+    """The attention or MLP of a numbered block; `whole` is the configuration of blocks."""
 
     def __init__(
         self,
@@ -114,9 +112,7 @@ class BlockModel(HybridModel):
 def block_spec(
     config: Any, provider: Any, pattern: str, layers: range, *, vp_stage: int | None
 ) -> Any:
-    """Return the specification of the layers `layers` of `pattern`, two of which are one of
-    `backend.layer_spec`.
-    """
+    """Return the specification of `layers` of `pattern`, two for each `backend.layer_spec`."""
     parts = {}
     for kind in set(pattern):
         layer = one_layer_spec(config, provider, moe=kind == EXPERTS, linear=kind == DELTA)

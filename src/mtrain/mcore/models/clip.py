@@ -70,9 +70,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def vision_config(language: Any, own: LlavaConfig) -> Any:
-    """Return the TransformerConfig of the vision tower: that of the language model but for its
-    shape.
-    """
+    """Return the vision tower's TransformerConfig: the language model's but for its shape."""
     shape = {
         "num_layers": own.vision_layers,
         "hidden_size": own.vision_hidden_size,
@@ -89,9 +87,7 @@ def vision_config(language: Any, own: LlavaConfig) -> Any:
 
 
 def projector_config(language: Any, own: LlavaConfig) -> Any:
-    """Return the TransformerConfig of the projector: both of its layers end in the language
-    model's width.
-    """
+    """Return the projector's TransformerConfig: both layers end in the language model's width."""
     shape = {
         "ffn_hidden_size": language.hidden_size,
         "add_bias_linear": own.projector_bias,
@@ -212,9 +208,7 @@ def _run(layer: Any, x: Tensor) -> Tensor:
 
 
 class Projector(MLP):
-    """Two linear layers with an activation between: features [patches, n, vision h] to [patches, n,
-    h].
-    """
+    """Two linear layers around an activation: [patches, n, vision h] to [patches, n, h]."""
 
     def __init__(self, config: Any, provider: Provider, own: LlavaConfig) -> None:
         super().__init__(

@@ -49,9 +49,7 @@ class EncoderDecoder(SummedLosses, T5Model):
         loss_vocab_size: int,
         logit_scale: float | None = None,
     ) -> None:
-        """Build both stacks; `config` is that of the encoder, the decoder's differs in the number
-        of its layers.
-        """
+        """Build both stacks; `config` is the encoder's, the decoder's differs in its layers."""
         decoder_config = copy.copy(config)
         decoder_config.num_layers = decoder_layers
         norm = provider.layer_norm(config.normalization == "RMSNorm")

@@ -42,9 +42,7 @@ def apply_patches(device: Device, without: frozenset[str] = frozenset()) -> None
 
 
 def standing(device: Device, release: Release | None) -> Iterator[tuple[Patch, str]]:
-    """Yield each patch, and why a device and an installation with this release do without it; empty
-    where they need it.
-    """
+    """Yield each patch, and why this device and release need none of it; empty: they need it."""
     has_te = importlib.util.find_spec("transformer_engine") is not None
     spared: dict[Where, str] = {
         "everywhere": "",

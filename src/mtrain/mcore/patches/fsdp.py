@@ -161,9 +161,7 @@ def fsdp_meshes() -> None:
     "everywhere",
 )
 def fsdp_checks() -> None:
-    """Validate the shards of a weight within its group, and compare them with no rank of another
-    stage.
-    """
+    """Validate the shards of a weight within its group; other stages do not matter."""
     module = core("distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
     original = module.make_fsdp_dtensor
 

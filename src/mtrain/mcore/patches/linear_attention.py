@@ -44,9 +44,7 @@ def _l2norm(x: Tensor) -> Tensor:
 
 
 def segments_of(cu_seqlens: Tensor | None, times: int) -> Tensor | None:
-    """Return which of the sequences bounded by `cu_seqlens` each of `times` tokens belongs to, [1,
-    times].
-    """
+    """Return the sequence between `cu_seqlens` of each of `times` tokens, [1, times]."""
     if cu_seqlens is None:
         return None
     at = torch.arange(times, device=cu_seqlens.device)
@@ -92,9 +90,7 @@ def _convolution(
 
 
 class _Renamed:
-    """A chunk of a model whose output norms are called as norms of queries, of which every rank has
-    some heads.
-    """
+    """A chunk of a model with output norms named as norms of queries, split by heads."""
 
     def __init__(self, chunk: Any) -> None:
         self._chunk = chunk
@@ -118,9 +114,7 @@ class _Renamed:
     upstream="#7452",
 )
 def gated_delta_norm() -> None:
-    """Sum the gradients of output norms over tensor-parallel ranks, as those of norms of queries
-    and keys.
-    """
+    """Sum the gradients of output norms over tensor-parallel ranks, like the norms of queries."""
     module = core("distributed.finalize_model_grads")
     original = module._allreduce_non_tensor_model_parallel_grads
 

@@ -21,9 +21,7 @@ from mtrain.mcore.patches.patch import NO_TE, core, patch
     NO_TE,
 )
 def gradient_norm() -> None:
-    """Add squares up in fp32 over a few thousand elements, and these sums in fp64; ask the device
-    for no number.
-    """
+    """Add squares in fp32 over a few thousand elements, then in fp64, without device syncs."""
 
     def l2_norm(
         chunk_size: int, flag: Any, lists: list[list[torch.Tensor]], per_tensor: bool, *_: Any
@@ -178,7 +176,8 @@ def offloaded_shards() -> None:
         params = param_group["params"]
         # An iterator would be exhausted here, before torch reads it.
         if not isinstance(params, torch.Tensor | list | tuple | set):
-            params = param_group["params"] = list(params)
+            params = list(params)
+            param_group["params"] = params
         for given in [params] if isinstance(params, torch.Tensor) else params:
             # torch also takes pairs of a name and a parameter.
             param = given[1] if isinstance(given, tuple) else given

@@ -86,8 +86,7 @@ class KnownBug:
     where: str = ""
     """File under megatron/core and line in 0.16.1; empty if it is not in megatron-core."""
     is_in_0_19: bool | None = None
-    """True if 0.19.2 has the change; None: its code was rewritten, and a reading was inconclusive.
-    """
+    """True if 0.19.2 has the change; None: its code was rewritten, and unclear."""
 
 
 @cache

@@ -1,6 +1,4 @@
-"""Patches of recomputation, of CUDA graphs, which replay a forward, and of activations that wait
-in host memory.
-"""
+"""Patches of recomputation, CUDA graphs, and activations that wait in host memory."""
 
 from __future__ import annotations
 
@@ -154,9 +152,7 @@ def short_groups() -> None:
     SINCE_0_19,
 )
 def refilled_outputs() -> None:
-    """Copy where no C++ is compiled: a CPU has no need of it, and other devices need a compiler and
-    ninja.
-    """
+    """Copy if no C++ is compiled: CPUs need none, and devices need a compiler and ninja."""
     from torch.utils import cpp_extension
 
     if (

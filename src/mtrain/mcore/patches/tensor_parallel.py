@@ -87,9 +87,7 @@ def uneven_splits() -> None:
     "off CUDA",
 )
 def gathered_pieces() -> None:
-    """Gather a tensor of several dimensions as its elements in a row, as the function returns it in
-    any case.
-    """
+    """Gather a tensor of several dimensions as a row of elements, like the result."""
     utils = core("tensor_parallel.utils")
     parallel = core("tensor_parallel")
     original = utils.gather_split_1d_tensor

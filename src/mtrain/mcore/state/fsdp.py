@@ -1,6 +1,4 @@
-"""Fully sharded data parallelism of a chunk: torch's FSDP2 behind megatron-core's wrapper for it,
-and megatron-core's own.
-"""
+"""Fully sharded data parallelism: torch's FSDP2 in megatron-core's wrapper, or its own."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ class FullySharded(mcore.TorchFullyShardedDataParallel):
                 previous = sharded
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model, after giving the weights their gradients back, which optimizers take off
-        them.
-        """
+        """Run the model after returning gradients to the weights; optimizers take them."""
         if torch.is_grad_enabled():
             for param in self.module.parameters():
                 if param.requires_grad and param.grad is not param.main_grad:
@@ -196,9 +192,7 @@ def communication_elements(model: torch.nn.Module) -> int:
 
 
 def flat_buffers(chunk: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Return the flat buffers of megatron-core's FSDP for each group of parameters of a chunk;
-    empty for other chunks.
-    """
+    """Return the flat buffers of megatron-core's FSDP by group of parameters; empty without it."""
     kept = {
         "weights": "model_weight_buffer",
         "gradients": "main_grad_buffer",
@@ -219,9 +213,7 @@ def _reset(reset: Callable[..., None], **_: Any) -> None:
 
 
 def _forget(parameter: Any) -> None:
-    """Take a parameter's memory: megatron-core loses one that keeps its own next to a weight that
-    has none.
-    """
+    """Free a parameter's memory: megatron-core loses one that keeps it next to an empty weight."""
     empty = torch.nn.Parameter(
         torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
     )
@@ -232,9 +224,7 @@ def _forget(parameter: Any) -> None:
 def _restore(
     module: torch.nn.Module, before: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]
 ) -> None:
-    """Give parameters and buffers that were just made anew the attributes and constants of those
-    before.
-    """
+    """Give renewed parameters and buffers the attributes and constants of the old ones."""
     for name, old in before.items():
         new = module._parameters.get(name, module._buffers.get(name))
         assert new is not None

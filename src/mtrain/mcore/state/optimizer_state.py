@@ -61,9 +61,7 @@ class StateShard:
             own.set_scaled_state(self.updated, kept_as, value.view_as(self.updated))
 
     def _in_pieces(self) -> list[str]:
-        """Return the state that our optimizers keep in pieces or with scales: their methods read
-        and write it.
-        """
+        """Return optimizers' state kept in pieces or with scales; their methods access it."""
         if not isinstance(self.inner, FusedAdam):
             return []
         state = self.inner.state.get(self.updated, {})
@@ -98,9 +96,7 @@ class StateShard:
 
 
 def leaf_optimizers(optimizer: Any) -> list[Any]:
-    """Return megatron-core's optimizers without the chain around them, except those without
-    parameters.
-    """
+    """Return megatron-core's optimizers outside their chain, except those without parameters."""
     leaves = getattr(optimizer, "chained_optimizers", [optimizer])
     return [leaf for leaf in leaves if leaf.optimizer is not None]
 
@@ -121,9 +117,7 @@ def offloading(optimizer: Any) -> list[Any]:
 
 
 def name_states(optimizer: Any, names: tuple[str, ...]) -> None:
-    """Say which state tensors the optimizers keep of a parameter: a checkpoint has them before the
-    first update.
-    """
+    """Name the state tensors of a parameter: a checkpoint has them before the first update."""
     for inner in inner_optimizers(optimizer):
         inner.state_names = names  # type: ignore[attr-defined]
 
@@ -178,9 +172,7 @@ def distribute(chunks: list[Any], optimizer: Any) -> None:
 
 
 def factors(chunks: list[Any], optimizer: Any) -> Iterator[tuple[LocalParam, Owned, bool]]:
-    """Return the factors of whole matrices that this rank keeps, and whether other data-parallel
-    ranks keep others.
-    """
+    """Return this rank's factors of whole matrices, and whether data-parallel ranks differ."""
     own = {k.param: k for chunk in chunks for k in local_params(chunk)}
     for leaf in leaf_optimizers(optimizer):
         if isinstance(leaf.optimizer, ParallelSoap):
@@ -248,9 +240,7 @@ def _subs(leaf: Any) -> list[torch.optim.Optimizer]:
 def _ranges(
     leaf: Any, own: dict[torch.nn.Parameter, LocalParam]
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, bool]]:
-    """Yield each parameter of a leaf, its main weights, where they start in it, and whether others
-    own the rest.
-    """
+    """Yield each parameter of a leaf, its main weights, their offset, and any other owners."""
     groups = leaf.optimizer.param_groups
     if isinstance(leaf, mcore.DistributedOptimizer) and leaf.ddp_config.use_megatron_fsdp:
         for param in (p for group in groups for p in group["params"]):

@@ -74,7 +74,8 @@ def _use(adam: type, sgd: type, *, own_names: bool) -> None:
     core.SGD = sgd
     core.USING_PYTORCH_OPTIMIZER = not own_names
     distrib_optimizer.Adam = adam
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = own_names
+    distrib_optimizer.USING_TE_OPTIMIZER = own_names
+    distrib_optimizer.HAVE_APEX_OR_TE = own_names
 
 
 Update = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, Any]], None]

@@ -41,9 +41,7 @@ class ShardSpec:
         return prod(self.shape)
 
     def primary(self, *, sharded: bool = False) -> bool:
-        """Return whether this rank is the one that saves the part; with `sharded`, each rank of dp
-        saves its own.
-        """
+        """Return whether this rank saves the part; with `sharded`, each dp rank saves its own."""
         return not any(self.replica[:-1] if sharded else self.replica)
 
 
@@ -83,9 +81,7 @@ def _describe(model: Any) -> dict[str, list[ShardSpec]]:
 
 
 def _entries(node: Any) -> Iterator[Any]:
-    """Yield sharded tensors and factories of a model's state, without objects that have no tensor
-    data.
-    """
+    """Yield sharded tensors and factories of a model's state, without objects of no tensor."""
     if isinstance(node, dict):
         for value in node.values():
             yield from _entries(value)
@@ -99,9 +95,7 @@ def _entries(node: Any) -> Iterator[Any]:
 
 
 def _pieces(entry: Any) -> list[Any]:
-    """Return the sharded tensors that an entry stands for (a gated MLP's fused weight is two
-    halves).
-    """
+    """Return the sharded tensors of an entry (a gated MLP's fused weight is two halves)."""
     if not isinstance(entry, mcore.ShardedTensorFactory):
         return [entry]
     built = entry.build()

@@ -24,9 +24,7 @@ class TensorShard:
     """A part of a whole tensor, and the local memory that holds it (or a flat part of it)."""
 
     key: str
-    """Name of the whole tensor, the same in every layout: `model/<weight>`, or
-    `optim/<state>/<weight>`.
-    """
+    """Name of the whole tensor in every layout: `model/<weight>`, or `optim/<state>/<weight>`."""
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -66,9 +64,7 @@ def gathered(chunks: list[Any]) -> Iterator[None]:
 
 
 def refresh(chunks: list[Any], optimizer: Any = None) -> None:
-    """Update everything that is derived from the weights, after they were written through their
-    shards.
-    """
+    """Update everything derived from the weights after a write through their shards."""
     _forget_gathered(chunks)
     if optimizer is not None:
         refresh_copies(optimizer)
@@ -82,9 +78,7 @@ def make_main_weights(chunks: list[Any]) -> None:
 
 
 def model_shards(chunks: list[Any], *, trainable: bool = False) -> list[TensorShard]:
-    """Return shards of all weights (and, unless `trainable`, persistent buffers) of this rank's
-    model chunks.
-    """
+    """Return shards of weights (and, unless `trainable`, buffers) of this rank's model chunks."""
     shards = []
     for chunk in chunks:
         for own in local_params(chunk):
@@ -192,9 +186,7 @@ def moment_shards(chunks: list[Any], optimizer: Any) -> Iterator[tuple[str, Tens
 
 @torch.no_grad()
 def _copy_to_main_weights(buffers: Any) -> None:
-    """Copy weights of megatron-core's FSDP to the main weights, where it keeps any apart; 0.19 has
-    no such method.
-    """
+    """Copy weights of megatron-core's FSDP to separate main weights; 0.19 has no such method."""
     for group in buffers.parameter_groups:
         main = group.main_weight_buffer
         weights = group.model_weight_buffer
@@ -229,9 +221,7 @@ def _pieces(
     name: str = "",
     param: torch.nn.Parameter | None = None,
 ) -> list[TensorShard]:
-    """Return shards of the 1-D `values`, which are elements [start, start + numel) of a parameter,
-    on each of its specs.
-    """
+    """Return shards of `values`, elements [start, start + numel) of a parameter, by spec."""
     stop = start + values.numel()
     shards = []
     for spec in specs:

@@ -1,6 +1,4 @@
-"""Optimizers whose update of a matrix is made of the whole (Muon, SOAP): gathered from the ranks
-that it is sharded over.
-"""
+"""Optimizers that update whole matrices (Muon, SOAP), gathered from their shards' ranks."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ class WholeMatrices:
         return None
 
     def distribute(self, distributed: Any) -> None:
-        """Take the ranges that megatron-core's `DistributedOptimizer` around this one gave its
-        ranks.
-        """
+        """Take the ranges that the `DistributedOptimizer` around this one gave its ranks."""
         self._ranks = distributed.data_parallel_group
         self._spread = []
         for param, (group, order) in distributed.model_param_group_index_map.items():
@@ -95,9 +91,7 @@ class WholeMatrices:
             self._spread.append([Matrix(*one, owner) for one, owner in zip(found, of, strict=True)])
 
     def rounds(self, group: dict[str, Any]) -> Iterator[tuple[list[Matrix], list[int]]]:
-        """Yield matrices that are exchanged together, with the ids of this rank's pieces of them,
-        in their order.
-        """
+        """Yield matrices exchanged together, with the ids of this rank's pieces, in their order."""
         assert self._ranks is not None
         place = next(i for i, other in enumerate(self.param_groups) if other is group)
         for some in _rounds(self._spread[place], self._ranks.size()):
@@ -151,9 +145,7 @@ class WholeMatrices:
     def over_tensor_ranks(
         self, group: dict[str, Any], params: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return each gathered matrix, the result of the computation, and this rank's rows or
-        columns of it.
-        """
+        """Return each gathered matrix, its result, and this rank's rows or columns."""
         if self.alone:
             return self.computed(group, params, made)
         sharded = [self.tensor_ranks(param, group) for param in params]
@@ -174,9 +166,7 @@ class WholeMatrices:
         return self.tp_mode == "blockwise"
 
     def tensor_ranks(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[Any, int]:
-        """Return the ranks between which a weight is sharded, and the dimension; None if each has
-        all of it.
-        """
+        """Return the ranks that shard a weight, and the dimension; None if each has all of it."""
         expert = group["is_expert_parallel"]
         ps = parallel_state
         if expert:
@@ -192,9 +182,7 @@ class WholeMatrices:
 def _gathered(
     matrix: torch.Tensor, ranks: dist.ProcessGroup, dim: int, rows: Sequence[int] | None
 ) -> torch.Tensor:
-    """Return parts [n, rows, columns] of all ranks along rows or columns; fused weights one after
-    another, each whole.
-    """
+    """Return all ranks' parts [n, rows, columns] along rows or columns, fused weights in turn."""
     parts = [
         torch.empty_like(matrix, memory_format=torch.contiguous_format) for _ in range(ranks.size())
     ]
@@ -231,9 +219,7 @@ def _named(
 def _pieces(
     buffers: Sequence[Any], params: set[int], ranks: int
 ) -> Iterator[tuple[torch.nn.Parameter, tuple[tuple[int, int, int], ...]]]:
-    """Return the range of elements that each rank has of each parameter, by parameter id, in the
-    order of the buffers.
-    """
+    """Return each rank's range of elements of each parameter, by id, in the buffers' order."""
     for buffer in buffers:
         for bucket in buffer.buckets:
             share = bucket.grad_data.numel() // ranks
@@ -270,9 +256,7 @@ def _rounds(matrices: Sequence[Matrix], ranks: int) -> Iterator[list[Matrix]]:
 
 
 class ParallelMuon(WholeMatrices, Muon):
-    """Muon that orthogonalises a matrix whole, wherever its parts lie, or blocks of it where
-    `tp_mode` says so.
-    """
+    """Muon that orthogonalises a matrix whole, wherever its parts are, or blocks by `tp_mode`."""
 
     def __init__(self, params: Any, *args: Any, tp_mode: str, work: Work, **kwargs: Any) -> None:
         WholeMatrices.__init__(self, tp_mode, work)
@@ -283,9 +267,7 @@ class ParallelMuon(WholeMatrices, Muon):
     def orthogonalised(
         self, group: dict[str, Any], params: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the updates of this rank's parts, which every rank of a group asks for at the
-        same time.
-        """
+        """Return the updates of this rank's parts; every rank of a group asks at the same time."""
         if self._ranks is None:
             return [
                 update[0]

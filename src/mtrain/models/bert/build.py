@@ -14,9 +14,7 @@ from mtrain.models.gpt.build import arguments
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> BertModel:
-    """Return the layers of one virtual pipeline stage of this rank, with embedding and heads where
-    they belong to it.
-    """
+    """Return the layers, embedding and heads of a virtual pipeline stage of this rank."""
     m = run.model
     bert = BertConfig.of(run.model)
     provider = backend.provider(

@@ -15,9 +15,7 @@ from mtrain.models.bert.config import BertConfig
 
 MASKED = 0.8
 RANDOM = 0.1
-"""Shares of the chosen tokens that are replaced by [MASK], and by any token; the others stay
-(section 3.1).
-"""
+"""Shares of the chosen tokens that become [MASK], and any token; others stay (section 3.1)."""
 _KINDS = 5
 _CHOICE, _FATE, _TOKEN, _NEXT, _OTHER = range(_KINDS)
 """Kinds of random numbers: the choice of tokens, the fate of a chosen one, its random token,
@@ -26,9 +24,7 @@ whether B follows A, and the document that B comes from otherwise.
 
 
 class Draws:
-    """Random numbers that depend only on a seed, a split, a sample's number and a position in
-    it.
-    """
+    """Random numbers that depend only on seed, split, sample number and position."""
 
     def __init__(self, seed: int, part: str) -> None:
         digest = hashlib.sha256(f"bert/{seed}/{part}".encode()).digest()

@@ -1,6 +1,4 @@
-"""BERT: an encoder that is trained to say which tokens were masked, and whether one sentence
-follows another.
-"""
+"""BERT: an encoder that predicts masked tokens, and whether a sentence follows another."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     """Return the model FLOPs of one token's forward and backward, without recomputation.
 
     6 per weight of the layers, of the masked-token head and of the output layer, which every
-    position goes through, and 12 per layer, channel and key of attention. `causal` says nothing
+    position goes through, and 12 per layer, channel and key of attention. `causal` has no effect
     here: a token sees the whole sample. What is pooled from one token of a sample is left out.
     """
     bert = BertConfig.of(model)
@@ -95,9 +93,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
 
 
 def _saved_as(model: ModelConfig, name: str) -> str:
-    """Return the name of a weight in our checkpoints: norms in front have the name of the linear
-    layer after them.
-    """
+    """Return a weight's name in our checkpoints, norms after the next linear layer's."""
     return names_written(name, model)[-1] if name.startswith("encoder.layers.") else name
 
 

@@ -13,9 +13,7 @@ BIAS_COLUMNS = 8
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
-    after them.
-    """
+    """Return the graphs of a stage on one micro-batch: before, in and after the layers."""
     first = Graph()
     last = Graph()
     if held.embedding:

@@ -1,6 +1,4 @@
-"""Hugging Face's names of the weights of BERT and Megatron's BERT, in files of today and in
-published ones.
-"""
+"""Hugging Face's names of the weights of BERT and Megatron's BERT, in current and old files."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ UNUSED = (r"bert\.pooler\.dense\.(weight|bias)", r"cls\.seq_relationship\.(weigh
 
 
 def _old(name: str) -> str:
-    """Return the name of a norm's weight as TensorFlow wrote it, which converted files still
-    have.
-    """
+    """Return the name of a norm's weight in TensorFlow, which converted files keep."""
     return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
         "LayerNorm.bias", "LayerNorm.beta"
     )
@@ -105,7 +101,7 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """Return the tables that a file of BERT may follow; the first is the one that is written."""
+    """Return the tables that a file of BERT may follow; exports write the first."""
     table = TABLES[kind]
     if not model.bert.next_sentence:
         once = tuple(entry for entry in table.once if entry not in POOLED)

@@ -11,13 +11,11 @@ from mtrain.recipes.huggingface.families import COMMON
 from mtrain.recipes.huggingface.readers import UNGATED_WORDS
 
 HEADS = {"ForPreTraining": True, "ForMaskedLM": False}
-"""Ends of its classes in transformers with a head for masked tokens -> whether there is one for the
-next sentence.
-"""
+"""Ends of its classes in transformers -> whether they have a next-sentence head."""
 CLASSES = {"bert": "Bert", "megatron-bert": "MegatronBert"}
 """`model_type` -> begin of its classes."""
 GELUS = {word: ours for word, ours in UNGATED_WORDS.items() if ours.startswith("gelu")}
-"""Their words for the activation of MLPs and head -> ours."""
+"""transformers' activation of MLPs and head -> mtrain's."""
 CLS = 101
 SEP = 102
 MASK = 103
@@ -59,11 +57,7 @@ def _heads(f: ConfigFile) -> None:
     names = f.get("architectures") or [f"{begin}ForPreTraining"]
     known = [name for name in names if name in classes] if isinstance(names, list) else []
     if len(known) != 1 or len(names) > 1:
-        f.refuse(
-            "architectures",
-            "not supported",
-            f"changes the numbers: there are {' and '.join(classes)}",
-        )
+        f.differs("architectures", f"there are {' and '.join(classes)}")
     f.out["model.bert.next_sentence"] = classes[known[0]] if known else True
 
 

@@ -16,9 +16,7 @@ from mtrain.models.rank import Rank
 
 
 def attention(g: Graph, r: Rank, x: Tensor, layer: int, *, causal: bool = True) -> Tensor:
-    """Add the attention of a layer; return what it adds to the residual stream, from its normed
-    input.
-    """
+    """Add the attention of a layer; return its addition to the residual stream."""
     if r.model.is_linear(layer):
         return gated_delta_net(g, r, x)
     return (_latent if r.model.mla else _standard)(g, r, x, layer, causal)
@@ -64,7 +62,7 @@ def _standard(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
         q = _turned(g, r, "query", q, n * d, m.rotary_dim)
         k = _turned(g, r, "key", k, groups * d, m.rotary_dim)
     out = core_attention(g, r, Heads(q, k, v, n, groups, d, d, windowed(r, layer), causal))
-    # then queries lie sample by sample, and so does what comes out
+    # then queries lie sample by sample, as do the results
     partly = rotates(r, layer) and m.rotary_dim < d
     if r.adapted and r.host and partly and r.samples > 1 and any(out in op.keeps for op in g.ops):
         out = Tensor(out.bytes)  # and its rows in the order of tokens are a copy
@@ -86,7 +84,7 @@ def _normed(g: Graph, r: Rank, name: str, x: Tensor, heads: int) -> Tensor:
     """Add norms of each head, or one over all of them."""
     d = r.model.head_dim
     across = r.model.qk_layernorm_across_heads
-    if across and r.layout.tp > 1:  # written out: what is scaled, and what is weighed
+    if across and r.layout.tp > 1:  # written out: the scaled and the weighed values
         size = r.tokens * heads * d * FP32
         weighed = Tensor(heads * d * FP32 if r.frozen else size)
         y = Tensor(r.tokens * heads * d * r.element)
@@ -119,7 +117,7 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
         tables = [Tensor(r.length * cosines * FP32), Tensor(r.length * (rotary // 2) * FP32)]
     y = Tensor(r.tokens * width * r.element)
     plain = r.plain("rope")
-    # what is multiplied with cosines, and with sines
+    # the factors of cosines, and of sines
     times, more = (WRITTEN_OUT, 2 * y.bytes) if plain else (1, 0)
     g.add(
         f"rotary.{name}",
@@ -134,9 +132,7 @@ def _turned(g: Graph, r: Rank, name: str, x: Tensor, width: int, rotary: int) ->
 
 
 def _turned_of_latents(r: Rank, mla: MLAConfig) -> int:
-    """Return the elements that rotary positions of latents read and write for a token and a
-    head.
-    """
+    """Return the elements that rotary positions of latents move for a token and head."""
     width = mla.qk_head_dim + mla.qk_pos_emb_head_dim
     if r.plain("rope"):
         return 2 * (2 * width + mla.v_head_dim)
@@ -169,7 +165,7 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
         kv_low = norm(g, r, "kv_layernorm", kv_low, rows, mla.kv_lora_rank)
         for low in filter(None, (q_low, kv_low)):
             low.quantized = r.quantizes and not again
-    x.quantized &= not again  # what is made again from `x` quantises it
+    x.quantized &= not again  # a recomputation from `x` quantises it
     latents += [kv_low, *([q_low] if q_low else [x])]
     with g.recomputed("mla_up_proj", *latents, when=again, discarded=True):
         if q_low:
@@ -195,15 +191,11 @@ def _latent(g: Graph, r: Rank, x: Tensor, layer: int, causal: bool) -> Tensor:
 MOST_SCORES = 1 << 24
 """Most scores at once: the limit of `mtrain.mcore.layers.sparse_index`."""
 PASSES = 8
-"""Times that scores, or attention to be like, are read or written where a part of the queries is
-chosen for.
-"""
+"""Times that scores are read or written to choose a part of the queries."""
 
 
 def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:
-    """Add the indexer, which reads the input of MLA and its normed latent queries; every
-    tensor-parallel rank computes all of it.
-    """
+    """Add the indexer, which reads MLA's input and latent queries, whole on every rank."""
     dsa = r.model.dsa
     mla = r.model.mla
     t = r.tokens
@@ -224,8 +216,7 @@ def indexer(g: Graph, r: Rank, x: Tensor, latent: Tensor, h: Heads) -> None:
         ("linear_wk", x, hidden, width),
         ("linear_weights_proj", x, hidden, heads),
     ):
-        # what is read has no gradient, as what is multiplied with a frozen weight has a part of it
-        # only
+        # the input has no gradient, and a product with a frozen weight a part of it only
         g.add(
             f"indexer.{name}",
             [source],
@@ -280,7 +271,7 @@ CHUNK = 64
 
 
 def gated_delta_net(g: Graph, r: Rank, x: Tensor) -> Tensor:
-    """Add linear attention; return what it adds to the residual stream, from its normed input."""
+    """Add linear attention of a normed input; return its addend of the residual stream."""
     own = r.model.linear_attention
     tp = r.layout.tp
     place = "self_attention"
@@ -316,13 +307,13 @@ def _convolution(g: Graph, r: Rank, own: LinearAttentionConfig, x: Tensor, plain
     if not plain:
         g.add(name, [x], moved=2 * out.bytes, reads=[x], gives=[out])
         return out
-    # Zeros stand for the times before a sample.
+    # Zeros pad the times before a sample.
     padded = r.samples * (r.length + width - 1) * channels * FP32
     before = Tensor(r.tokens * channels * FP32)  # the activation
     # widened for each tap
     weights = [] if r.wide else [Tensor(channels * width * FP32) for _ in range(width)]
     keeps = [Tensor(padded), before]
-    if r.run.data.packed:  # what is seen of each earlier time, and where it is
+    if r.run.data.packed:  # the visible values of each earlier time, and their places
         keeps = [before, *(Tensor(r.tokens * channels * FP32) for _ in range(width))]
         keeps += [Tensor(r.tokens * MASK) for _ in range(width)]
     more: dict[str, Any] = {
@@ -343,9 +334,7 @@ def _decays(g: Graph, r: Rank, own: LinearAttentionConfig) -> None:
 
 
 def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: bool) -> Tensor:
-    """Return the outputs of heads; the definition in plain torch keeps only its inputs, and is
-    recomputed in the backward.
-    """
+    """Return the outputs of heads; plain torch keeps its inputs and recomputes."""
     heads = own.num_value_heads // r.layout.tp
     d = own.key_head_dim
     e = own.value_head_dim
@@ -375,7 +364,7 @@ def _rule(g: Graph, r: Rank, own: LinearAttentionConfig, mixed: Tensor, plain: b
         copied = [r.tokens * own.num_key_heads // r.layout.tp * d] * 2
         made = [Tensor(FP32 * n) for n in (*(each * part for part in of_chunks), *copied)]
         y = Tensor(each * CHUNK * e * FP32 if r.wide else size * e * a)
-        # gradients of what is read by chunks, of squares one more and their sum; outputs
+        # gradients of inputs by chunks, of squares one more and their sum; outputs
         works = FP32 * each * (3 * CHUNK * CHUNK + CHUNK * (3 * d + 2 * e)) + size * e * FP32
         more: dict[str, Any] = {"reads": [mixed], "gives": [y], "works": works}
         g.add(name, made, products, moved=WRITTEN_OUT * moved, factors="activations", **more)

@@ -56,7 +56,7 @@ def chunk(
     """Return the layers of one virtual pipeline stage of this rank, with embedding and loss where
     they belong to it.
 
-    `kind` is the class of the model, a `LanguageModel`; `more` are arguments of its own.
+    `kind` is the class of the model, a `LanguageModel`; `more` holds its own arguments.
     """
     ps = mcore.parallel_state
     m = run.model

@@ -67,9 +67,7 @@ def index_flops(model: ModelConfig, layers: int, seq_length: int, *, causal: boo
 
 
 def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
-    """Return the keys that a token of sparse attention is multiplied with, on average over the
-    sequence; without it, all.
-    """
+    """Return the mean number of keys per token of sparse attention; without it, all."""
     if model.dsa is None or model.dsa.indexer_topk >= seq_length:
         return seq_length / 2 if causal else float(seq_length)
     topk = model.dsa.indexer_topk
@@ -78,9 +76,7 @@ def chosen_keys(model: ModelConfig, seq_length: int, *, causal: bool) -> float:
 
 
 def _keys(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> float:
-    """Return the keys that a token of layer `layer` is multiplied with, on average over the
-    sequence.
-    """
+    """Return the mean number of keys that a token of layer `layer` is multiplied with."""
     every = model.window_attn_skip_freq
     window = model.window_size
     whole = chosen_keys(model, seq_length, causal=causal)

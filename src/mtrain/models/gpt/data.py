@@ -20,9 +20,7 @@ from mtrain.errors import ConfigError
 
 
 def require_labels_read(run: RunConfig) -> None:
-    """Raise ConfigError for a run whose objective compares two answers, and whose file has single
-    ones with labels.
-    """
+    """Raise ConfigError if an objective of pairs gets single, labelled answers."""
     name = run.objective.name
     if run.objective.contrasts:
         rule = (

@@ -18,7 +18,7 @@ PLACE = 4
 
 
 def feed_forward(g: Graph, r: Rank, x: Tensor, layer: int) -> Tensor:
-    """Add the MLP of a layer; return what it adds to the residual stream, from its normed input."""
+    """Add the MLP of a layer to a normed input; return its addend of the residual stream."""
     moe = r.model.moe
     if moe is None or not mixes(r, layer):
         with g.recomputed("mlp", x, when=r.recomputes("mlp")):
@@ -34,9 +34,7 @@ def mixes(r: Rank, layer: int) -> bool:
 
 
 def mlp(g: Graph, r: Rank, x: Tensor, name: str, width: int, *, offset: bool = True) -> Tensor:
-    """Add the two linear layers of this rank's part of `width` channels, and the activation between
-    them; return their output.
-    """
+    """Add the two linear layers of `width` channels and the activation; return the output."""
     h = r.model.hidden_size
     share = width // r.layout.tp
     first = column(g, r, f"{name}.linear_fc1", x, h, (2 if r.model.gated else 1) * share)
@@ -59,7 +57,7 @@ def _mixture(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> Tensor:
     fixed = moe.pad_expert_input_to_capacity or moe.padded
     name = "mlp.dispatch.fixed" if fixed else "mlp.dispatch"
     sent = _sent_rows(r, moe, held)
-    # held by those who called the experts, until the last of them are done
+    # callers of the experts hold them until the last expert is done
     waits = row * sum(sent[:-1])
     moved = sorts * 2 * held * row
     exchanges = _sent(r, moe, held * row)
@@ -127,9 +125,7 @@ def _route(g: Graph, r: Rank, x: Tensor, moe: MoEConfig) -> None:
 
 
 def _rows(r: Rank, moe: MoEConfig) -> int:
-    """Return the copies of tokens that the experts of a rank get, at the imbalance that
-    the plan assumes for the busiest one.
-    """
+    """Return the token copies of a rank's experts at the plan's assumed imbalance."""
     etp = r.layout.etp or r.layout.tp
     rows = r.split_tokens * moe.router_topk * etp
     if moe.expert_capacity_factor is None:
@@ -152,9 +148,7 @@ def _held(r: Rank, moe: MoEConfig, rows: int) -> int:
 
 
 def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
-    """Return the maps of rows: of all experts, or for both ways of each permutation the places of
-    rows and of copies.
-    """
+    """Return the maps of rows, of all experts or for both ways of each permutation."""
     copies = r.split_tokens * moe.router_topk
     marks = r.split_tokens * moe.num_experts
     if not r.by_lists:
@@ -170,9 +164,7 @@ def _places(r: Rank, moe: MoEConfig, held: int) -> list[Tensor]:
 
 
 def _sent_rows(r: Rank, moe: MoEConfig, held: int) -> list[int]:
-    """Return the copies of rows on their way to experts: as they are sent, as they arrive, as they
-    are sorted.
-    """
+    """Return the copies of rows on their way to experts: sent, received and sorted."""
     ep = r.layout.ep
     etp = r.layout.etp or r.layout.tp
     if ep * etp == 1:
@@ -189,7 +181,7 @@ def _on_the_way(
     """Return the transient bytes of dispatch and combine, in the forward and in the backward.
 
     Plain torch widens the rows that our lists name, with one of zeros, and adds up in fp32, as are
-    rows of expert-tensor ranks. Kernels do so in what they read and write.
+    rows of expert-tensor ranks. Kernels do so in their inputs and outputs.
     """
     h = r.model.hidden_size
     row = held * r.model.hidden_size * r.element
@@ -221,7 +213,7 @@ def _biased(r: Rank) -> tuple[int, int]:
     """Return the bytes that the biases of experts move for each element of the first and the second
     product.
 
-    TransformerEngine's product adds the first, and its gradient is a sum of its own. megatron-core
+    TransformerEngine's product adds the first, and its gradient is a separate sum. megatron-core
     multiplies the second with the weights of rows, which are in fp32: a product, a sum, parts put
     together and rounded.
     """
@@ -234,14 +226,12 @@ def _biased(r: Rank) -> tuple[int, int]:
 
 
 def _ours(r: Rank) -> bool:
-    """Return whether kernels of ours multiply for experts in eight bits."""
+    """Return whether mtrain's kernels multiply for experts in eight bits."""
     return r.run.precision.quantized is not None and r.words["experts"] != "te"
 
 
 def _quantises_again(r: Rank) -> bool:
-    """Return whether SwiGLU is fused with the conversion to eight bits, and both are recomputed
-    together.
-    """
+    """Return whether SwiGLU is fused with the cast to eight bits, and recomputed with it."""
     whole = r.by_lists or r.words["experts"] == "triton"
     return (
         _ours(r) and whole and r.model.activation == "swiglu" and r.words["activation"] == "triton"
@@ -249,9 +239,7 @@ def _quantises_again(r: Rank) -> bool:
 
 
 def _in_eight_bits(r: Rank, rows: int, local: int) -> int:
-    """Return the elements of a column that are kept of `rows` rows of `local` experts: ours begin
-    each expert with a block.
-    """
+    """Return the kept elements of `rows` rows of `local` experts, each in whole blocks."""
     return max(1, (rows + (BLOCK - 1) * local) // BLOCK) * BLOCK if _ours(r) else rows
 
 
@@ -272,7 +260,7 @@ def _experts(g: Graph, r: Rank, moe: MoEConfig, x: Tensor, rows: int, held: int)
     weighed = held
     hidden = Tensor(held * up * a)
     out = Tensor(held * h * a)
-    if moe.apply_probs_on_input:  # what goes in is weighed, and what comes out with ones
+    if moe.apply_probs_on_input:  # inputs are weighed, and outputs weighed with ones
         weighed_x = Tensor(x.bytes)
         keeps = [Tensor(held * h * a), Tensor(held * FP32), Tensor(held * FP32)]
         wide = held * h * FP32

@@ -1,6 +1,4 @@
-"""A decoder-only transformer on one rank: its layers, and what stands before and behind them on a
-stage.
-"""
+"""A decoder-only transformer on one rank: its layers, embedding and heads."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def _norm(g: Graph, r: Rank, name: str, x: Tensor, *, again: bool = False) -> Te
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
-    after them.
-    """
+    """Return the graphs of a stage on one micro-batch: before, in and after the layers."""
     first = Graph()
     last = Graph()
     end = Graph() if held.mtp else last
@@ -79,7 +75,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
     predictions = [Graph() for _ in range(held.mtp)]
     for g in predictions:
         x = _prediction(g, r, x)
-    # Each layer of multi-token prediction has a loss of its own.
+    # Each layer of multi-token prediction has its own loss.
     for number in range((1 + (r.model.mtp_num_layers or 0)) * held.loss):
         if m.head:
             value(last, r, x)
@@ -89,18 +85,14 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def kind(r: Rank, index: int) -> tuple[bool, ...]:
-    """Return a key that is equal for layers that compute the same: experts, linear attention,
-    window and rotary positions.
-    """
+    """Return an equal key for layers that compute the same."""
     return mixes(r, index), r.model.is_linear(index), windowed(r, index), rotates(r, index)
 
 
 def stack(
     r: Rank, layers: Sequence[int], add: AddLayer, kind: Callable[[int], Any] = lambda index: None
 ) -> list[Graph]:
-    """Return the graphs of layers, one after another: each layer, or each group of them that is
-    recomputed together.
-    """
+    """Return the graphs of layers, one each, or one for each recomputed group."""
     wide = partial(r.run.precision.leaves, layers=r.model.num_layers)
     again = r.layout.recompute
     made = dict[Any, Graph]()
@@ -137,9 +129,7 @@ def stream(r: Rank) -> Tensor:
 
 
 def _prediction(g: Graph, r: Rank, hidden: Tensor) -> Tensor:
-    """Add one layer of multi-token prediction, from the hidden states before it; it has no
-    adapters.
-    """
+    """Add a layer of multi-token prediction, without adapters, from earlier hidden states."""
     r = replace(r, adapted=False)
     h = r.model.hidden_size
     token = embedding(g, r)

@@ -135,9 +135,9 @@ _NORMS_BEHIND = tuple(
     )
     for ours, theirs in (("post_self_attn", "post_attention"), ("post_mlp", "post_feedforward"))
 )
-# OLMo 2 has its norms on what a layer adds, and none in front.
+# OLMo 2 norms the outputs of a layer's parts, not their inputs.
 OLMO2 = replace(LLAMA, layer=(*_NORMS_BEHIND, *_grouped_query("weight"), *_QK_NORMS))
-# Gemma has norms in front and on what a layer adds.
+# Gemma norms the inputs and outputs of a layer's parts.
 GEMMA = replace(
     OLMO2,
     layer=(
@@ -150,7 +150,7 @@ GEMMA = replace(
     ),
 )
 MINIMAX_M2 = replace(LLAMA, dense=(), experts=_BIAS_BESIDE)
-# Phi-3's files have queries, keys and values in one tensor, and gate over up as ours.
+# Phi-3's files have queries, keys and values in one tensor, and gate over up as mtrain does.
 PHI3 = Table(
     _ENDS,
     (
@@ -313,16 +313,13 @@ COMPUTED = (
 )
 """Tensors of older files that are computed here: rotary frequencies and causal masks."""
 UNREAD = (r"mtp\..*",)
-"""Multi-token prediction layers in files of Qwen3-Next, which transformers does not build either.
-"""
+"""Multi-token prediction layers in files of Qwen3-Next, which transformers omits too."""
 OF_IMAGES = (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*")
 """Vision tower and projector in files of models that also read images."""
 TIED = (Copy("lm_head.weight", "model.embed_tokens.weight"),)
 _MTP = "model.layers.{i}."
 _JOINS = re.compile(r"model\.layers\.[0-9]+\.eh_proj\.weight")
-"""Projection in each MTP layer that joins a token's embedding with the hidden states of the layers
-before.
-"""
+"""Projection of an MTP layer that joins a token's embedding and earlier hidden states."""
 
 
 def _renamed(table: Table, rename: Rename) -> Table:
@@ -408,17 +405,15 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
     """Return the overrides that the names of the weights decide and a `config.json` leaves open:
     MTP layers.
 
-    transformers writes how many there are, and not their weights. A model that is `wanted` says how
-    many it has.
+    transformers writes how many there are, and not their weights. A `wanted` model determines their
+    number.
     """
     held = sum(_JOINS.fullmatch(name) is not None for name in names)
     return () if held == model.mtp_held else (f"model.mtp_num_layers={held or 'null'}",)
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """Return the tables that a file of a `model_type` may follow; the first is the one that is
-    written.
-    """
+    """Return the possible tables of a `model_type`'s file; the first is written."""
     found = _files(kind)
     return tuple(map(_with_value_head, found)) if model.head else found
 

@@ -1,6 +1,4 @@
-"""A decoder-only transformer, small enough for a laptop: narrower, with the layers that it is
-given.
-"""
+"""A decoder-only transformer shrunk for a laptop: narrower, with the given layers."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ HIDDEN = 64
 FFN = 128
 VOCAB = 512
 PADDED = 385
-"""Token ids where the model has padding: an odd number, whose last rows of 512 are padding on whole
-ranks of tp8.
-"""
+"""Token ids of a model with padding, whose last rows are padding on whole ranks of tp8."""
 
 
 def vocabulary(model: ModelConfig) -> int:
@@ -42,7 +38,8 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
         heads = groups * p.tp
     if p.cp_comm_type in ("a2a", "a2a+p2p"):  # as many key/value heads as are exchanged
         exchange = (p.hierarchical_cp_sizes or (p.cp, 1))[0]
-        groups = heads = p.tp * exchange
+        groups = p.tp * exchange
+        heads = groups
     update: dict[str, Any] = {
         "num_layers": layers,
         # At least 16 channels for each tensor-parallel rank.

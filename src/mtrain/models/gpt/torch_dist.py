@@ -23,9 +23,7 @@ NO_WEIGHT = re.compile(
     r"|dataloader)\b.*"
     r"|.*\b_extra_state\b.*"
 )
-"""Names of what a checkpoint holds next to weights: optimizer, generators, TransformerEngine's
-state.
-"""
+"""Names of optimizer, generator and TransformerEngine state in checkpoints."""
 _UNCOUNTED = re.compile(r"(\.layers|\.experts\.experts)\.(?!\d)")
 _ONE_BY_ONE = (
     (re.compile(r"\.experts\.local_experts\.(\d+)\."), r".experts.experts.\1."),
@@ -58,16 +56,12 @@ def is_weight(name: str) -> bool:
 
 
 def counted_axes(name: str) -> int:
-    """Return how many axes of a tensor count layers and experts: as many as its name
-    lacks numbers.
-    """
+    """Return how many axes of a tensor count layers and experts, from its name."""
     return len(_UNCOUNTED.findall(name))
 
 
 def one_name(name: str, numbers: Sequence[int] = ()) -> str:
-    """Return the canonical name of a weight: without prefix, with the numbers that it lacks, and
-    the norm's own.
-    """
+    """Return a weight's canonical name, with the missing numbers and the norm's own name."""
     match = PREFIXES.match(name)
     name = name[match.end() :] if match else name
     for number in numbers:
@@ -107,18 +101,14 @@ def names_written(name: str, model: ModelConfig) -> tuple[str, ...]:
 
 
 def saved_as(model: ModelConfig, name: str) -> str:
-    """Return the name of a module's weight in our checkpoints, with all its numbers, as
-    megatron-core's own layers name it.
-    """
+    """Return a module weight's name in our checkpoints, as megatron-core's layers name it."""
     return (
         names_written(one_name(name), model)[-1] if name.startswith(("decoder.", "mtp.")) else name
     )
 
 
 def modules_with_state(name: str) -> tuple[str, ...]:
-    """Return the modules in a weight's name for which megatron-core expects a state of
-    TransformerEngine.
-    """
+    """Return the modules of a weight's name that have a state of TransformerEngine."""
     module = name.rpartition(".")[0]
     if not module.startswith(("decoder.", "mtp.")) or module.endswith(".router"):
         return ()
@@ -134,9 +124,7 @@ def layer_of(name: str) -> int:
 
 
 def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
-    """Return a name without the numbers of experts and, with `layers`, of the decoder's layers, and
-    those numbers.
-    """
+    """Return a name without the numbers of experts and `layers`, and those numbers."""
     numbers = list[int]()
     patterns = [r"(^decoder\.layers)\.(\d+)\."] * layers + [r"(\.experts\.experts)\.(\d+)\."]
     for pattern in patterns:
@@ -147,9 +135,7 @@ def gathered(name: str, *, layers: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def layers_are_alike(model: ModelConfig) -> bool:
-    """Return whether every layer of the decoder has the same weights, so that one tensor can hold
-    those of all.
-    """
+    """Return whether all decoder layers have the same weights, which one tensor can hold."""
     # Dense and sparse layers have other weights, and so do softmax and linear attention.
     dense = model.moe is None or model.moe.first_dense_layers in (0, model.num_layers)
     return dense and model.linear_attention is None

@@ -17,9 +17,7 @@ from mtrain.models.weights import Weight, column, expert_tensors, mlp, norm, row
 
 
 def stage_weights(m: ModelConfig, p: ParallelConfig, held: Stage) -> Iterator[Weight]:
-    """Yield the weights of a (virtual) stage; a table that several stages share is there for each
-    of them.
-    """
+    """Yield the weights of a stage, including tables that several stages share."""
     rows = m.padded_vocab_size // p.tp
     h = m.hidden_size
     apart = m.ties_output and not (held.embedding and held.loss)
@@ -54,9 +52,7 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
 
 
 def alike(m: ModelConfig) -> dict[int, int]:
-    """Return a layer of each kind, and how many have its weights: dense or sparse, with softmax or
-    linear attention.
-    """
+    """Return a layer of each kind, and how many have its weights."""
     last = m.num_layers - 1
     dense = last if m.moe is None else min(m.moe.first_dense_layers, last)
     # With multi-token prediction the final norm comes with the last layer (`ends`).
@@ -72,9 +68,7 @@ def alike(m: ModelConfig) -> dict[int, int]:
 
 
 def ends(m: ModelConfig, held: Stage) -> bool:
-    """Return whether the final norm is on a stage: that of the loss, with multi-token prediction
-    that of the last layer.
-    """
+    """Return whether the final norm is on a stage: that of the loss or of the last MTP layer."""
     return m.num_layers - 1 in held.layers if m.mtp_num_layers else held.loss
 
 
@@ -104,9 +98,7 @@ def _sinks(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
 
 
 def attention(m: ModelConfig, p: ParallelConfig, name: str) -> Iterator[Weight]:
-    """Yield the weights of softmax attention with queries, keys and values from one linear
-    layer.
-    """
+    """Yield the weights of softmax attention with one linear layer for QKV."""
     h = m.hidden_size
     d = m.head_dim
     queries = m.num_attention_heads * d
@@ -256,9 +248,7 @@ def adapted(weights: Iterable[Weight], run: RunConfig) -> Iterator[Weight]:
 
 
 def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterator[Weight]:
-    """Yield `lora_a`, split as the columns of the weight are, and `lora_b` and magnitudes, split as
-    its rows.
-    """
+    """Yield `lora_a`, split like the weight's columns, and the factors split like its rows."""
     rows, columns = weight.shape
     # Row-parallel layers are split by their inputs: A is split with them, and each rank has all of
     # B.
@@ -278,9 +268,7 @@ def _of_layer(name: str, weight: Weight, parts: int, peft: PeftConfig) -> Iterat
 
 
 def _of_experts(name: str, own: list[Weight], run: RunConfig) -> Iterator[Weight]:
-    """Yield the adapters of each expert; a factor that is not split with the weight is split along
-    the hidden size.
-    """
+    """Yield the adapters of each expert; an uncut factor is split along the hidden size."""
     ranks = expert_tensors(run.parallel)
     r = run.peft.r or 0
     for number, weight in enumerate(w for w in own if len(w.shape) == 2):

@@ -21,9 +21,7 @@ _NOT_ASKED = ("rope_scaling", "rope_scaling_factor")
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> HybridModel:
-    """Return the layers of one virtual pipeline stage of this rank, with embedding and loss where
-    they belong to it.
-    """
+    """Return the layers, embedding and loss of a virtual pipeline stage of this rank."""
     ps = mcore.parallel_state
     m = run.model
     hybrid = HybridConfig.of(run.model)

@@ -5,7 +5,15 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from mtrain.config.families import FamilyConfig, FamilySection, Limit, absent
-from mtrain.config.schema.base import Effect, Key, NonNegativeFloat, PositiveFloat, Section, Width
+from mtrain.config.schema.base import (
+    SAME,
+    Effect,
+    Key,
+    NonNegativeFloat,
+    PositiveFloat,
+    Section,
+    Width,
+)
 
 MAMBA = "M"
 ATTENTION = "*"
@@ -49,6 +57,8 @@ class HybridConfig(FamilySection):
     delta net, an MLP, experts.
     """
 
+    core_prefix = "mamba_"
+
     FAMILY: ClassVar[str] = "hybrid"
 
     pattern: Annotated[str, Field(min_length=1, max_length=4096), Key(hf="hybrid_override_pattern")]
@@ -57,17 +67,15 @@ class HybridConfig(FamilySection):
     - MLP, E experts (of model.moe), as M-M-M-M*-. Pipeline stages end where the layout says,
     anywhere in it.
     """
-    num_heads: Annotated[Width, Key(feeds="mamba_num_heads", hf="mamba_num_heads")]
+    num_heads: Annotated[Width, Key(feeds=SAME, hf="mamba_num_heads")]
     """Heads of a Mamba-2 mixer, each with a state of its own."""
-    head_dim: Annotated[
-        Width, Key(feeds="mamba_head_dim", hf="mamba_head_dim", unit="channels")
-    ] = 64
+    head_dim: Annotated[Width, Key(feeds=SAME, hf="mamba_head_dim", unit="channels")] = 64
     """Width of such a head."""
-    state_dim: Annotated[
-        Width, Key(feeds="mamba_state_dim", hf="ssm_state_size", aka="state_size d_state")
-    ] = 128
+    state_dim: Annotated[Width, Key(feeds=SAME, hf="ssm_state_size", aka="state_size d_state")] = (
+        128
+    )
     """Numbers in the state of each of its channels."""
-    num_groups: Annotated[Width, Key(feeds="mamba_num_groups", hf="n_groups", aka="ngroups")] = 8
+    num_groups: Annotated[Width, Key(feeds=SAME, hf="n_groups", aka="ngroups")] = 8
     """Groups of heads; those of a group share what is written into their states and read from them,
     and its channels are normed together.
     """

@@ -82,16 +82,14 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     changed: dict[str, Any] = {"hybrid": hybrid.model_copy(update=update)}
     if (
         model.linear_attention is not None and small.linear_attention is not None
-    ):  # the pattern says which layers
+    ):  # the pattern names the layers
         freq = model.linear_attention.freq
         changed["linear_attention"] = small.linear_attention.model_copy(update={"freq": freq})
     return small.model_copy(update=changed)
 
 
 def pattern(whole: str, layers: int) -> str:
-    """Return a pattern of so many layers that has every kind, if there is room: each once in the
-    order of the model, then again.
-    """
+    """Return a pattern of so many layers, with each kind once in order, then again."""
     kinds = list(dict.fromkeys(kind for kind in whole if kind in KINDS)) or ["M"]
     return "".join(kinds[i % len(kinds)] for i in range(layers))
 

@@ -1,4 +1,4 @@
-"""A hybrid on one rank: its layers, and what stands before and behind them on a stage."""
+"""A hybrid on one rank: its layers, and the other parts of a stage."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """Return the graphs of a (virtual) stage on one micro-batch: before the layers, each layer,
-    after them.
-    """
+    """Return the graphs of a stage on one micro-batch: before, in and after the layers."""
     first = Graph()
     last = Graph()
     if held.embedding:
@@ -129,11 +127,11 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
     weights = [] if r.wide else [Tensor(mixed * taps * FP32) for _ in range(taps)]
     if r.wide and r.layout.cp > 1:  # its rows that are of this rank's heads
         weights = [Tensor(mixed * taps * FP32)]
-    if r.run.data.packed:  # of each tap what it sees, without what is of another document
+    if r.run.data.packed:  # each tap's input, without other documents
         seen = [Tensor(size) for _ in range(taps)] + [Tensor(r.tokens * MASK) for _ in range(taps)]
     else:
         seen = [Tensor(r.samples * mixed * (r.length + taps - 1) * FP32)]
-    if r.frozen:  # what taps saw is of their gradient
+    if r.frozen:  # the inputs of taps belong to their gradient
         seen = seen[taps:]
     more: dict[str, Any] = {"reads": [fused], "gives": [y], "needs": 2 * size, "works": 3 * size}
     g.add("mixer.conv1d", [*seen, *weights, Tensor(size)], moved=taps * moved, **more)
@@ -141,9 +139,7 @@ def _convolution(g: Graph, r: Rank, fused: Tensor, mixed: int) -> Tensor:
 
 
 def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> Tensor:
-    """Add the scan of all heads, chunk by chunk: a kernel saves its inputs, plain torch every
-    product's operands.
-    """
+    """Add the scan of all heads, chunk by chunk: a kernel saves inputs, torch all operands."""
     h = HybridConfig.of(r.model)
     b = r.samples
     p = h.head_dim
@@ -156,7 +152,7 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
     y = Tensor(r.tokens * width * r.element)
     if (
         not r.host
-    ):  # the library keeps its decays and what it gives, too; a kernel multiplies in all chunks
+    ):  # the library keeps its decays and results, too; a kernel multiplies in all chunks
         decays = Tensor(r.tokens * heads * FP32)
         given = Tensor(r.tokens * width * r.element)
         n = min(h.chunk_size, r.length)
@@ -173,7 +169,7 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
             **more,
         )
         return y
-    # what is read, and what is given, and the gradients of both
+    # inputs and outputs, and the gradients of both
     wide = r.tokens * (mixed + width) * FP32
     more = {"reads": [x], "gives": [y], "needs": wide, "works": wide}
     g.add("mixer.scan", [read, Tensor(heads * FP32), Tensor(heads * FP32)], moved=3 * moved, **more)
@@ -181,7 +177,7 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
         n = min(h.chunk_size, r.length - begin)
         first = begin == 0
         last = begin + n == r.length
-        # of what is written and read, where samples lie side by side
+        # of inputs and outputs, if samples are interleaved
         copies = 2 if b == 1 else 4 - first - last
         numbers = (
             [n * n] * 3 + [n * p] * (3 - last) + [n * s] * copies + [p * s, n, *[1] * (not last)]
@@ -194,9 +190,7 @@ def _scan(g: Graph, r: Rank, x: Tensor, width: int, mixed: int, heads: int) -> T
 
 
 def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
-    """Return the products of a chunk of `n` tokens: scores, their values, and reads and writes of
-    the state.
-    """
+    """Return the products of a chunk of `n` tokens: scores, values, and uses of the state."""
     return [
         Product(n, n, s, each),
         Product(n, p, n, each),
@@ -206,9 +200,7 @@ def _chunk(n: int, p: int, s: int, each: int) -> list[Product]:
 
 
 def _gated_norm(g: Graph, r: Rank, fused: Tensor, x: Tensor, width: int) -> Tensor:
-    """Add the gated norm as separate operations: the gate, its SiLU, the gated, normed and scaled
-    values, in fp32.
-    """
+    """Add the gated norm as separate fp32 operations: gate, SiLU, product, norm, scale."""
     y = Tensor(r.tokens * width * r.element)
     size = r.tokens * width * FP32
     groups = HybridConfig.of(r.model).num_groups // r.layout.tp

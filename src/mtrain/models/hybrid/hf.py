@@ -17,9 +17,7 @@ from mtrain.models.table import QKV, VOCABULARY, Copy, Entry, Operation, Step, T
 
 @dataclass(frozen=True)
 class Fused(Entry):
-    """A tensor of theirs whose rows are several tensors of ours, which have a name
-    behind its own.
-    """
+    """A tensor of transformers whose rows are several tensors here, named after it."""
 
     parts: tuple[str, ...] = ()
 
@@ -32,9 +30,7 @@ class Fused(Entry):
 
 @dataclass(frozen=True)
 class ByKind(Table):
-    """A table with entries of each layer by the letter that a pattern has for it; `{p}` counts
-    pairs of layers.
-    """
+    """A table with entries by the letter of a layer's pattern; `{p}` counts pairs of layers."""
 
     kinds: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
 
@@ -146,7 +142,7 @@ def _experts(mixer: str, apart: bool) -> Iterator[Entry]:
 
 
 def _granite(router: str, first: str, second: str) -> ByKind:
-    """Return the table of Granite 4, each of whose layers is two of ours; `router`, `first` and
+    """Return the table of Granite 4, each of whose layers is two of mtrain's; `router`, `first` and
     `second` are those of routed experts.
     """
     theirs = "model.layers.{p}."
@@ -207,9 +203,7 @@ LAYERS = {
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
-    """Return the tables that a file of a `model_type` may follow; the first is the one that is
-    written.
-    """
+    """Return the possible tables of a `model_type`'s file; the first is written."""
     if kind == "granitemoehybrid":
         return GRANITE, LAYERS[kind]
     return (

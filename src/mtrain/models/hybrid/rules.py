@@ -101,7 +101,7 @@ def attention_sections(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
             yield Finding("MT270", path, detail, [{path: None}])
     several = [kind for kind in SOFTMAX if kind in h.pattern]
     if len(several) > 1:
-        # The last kind of the user's pattern comes first: the one that was added to `*`.
+        # The last kind of the user's pattern comes first: the user added it to `*`.
         fixes = [_with_one(h.pattern, several, kind) for kind in reversed(several)]
         yield Finding("MT259", PATTERN, " and ".join(several), fixes)
 
@@ -143,7 +143,7 @@ def expert_layers(run: RunConfig, h: HybridConfig) -> Iterator[Finding]:
         yield Finding("MT287", PATTERN, "E", [{PATTERN: h.pattern.replace(EXPERTS, "-")}])
     if moe is not None and not has:
         yield Finding("MT288", "model.moe", f"{PATTERN} {h.pattern}", [{"model.moe": None}])
-    # Both keys would say which layers have experts, and the pattern is the exact one.
+    # Both keys would name the layers with experts, and the pattern is exact.
     if moe is not None and moe.first_dense_layers:
         yield Finding("MT289", DENSE, f"{PATTERN} {h.pattern}", [{DENSE: 0}])
 

@@ -37,7 +37,7 @@ _NORMS = {
     DELTA: ("input_layernorm.", "self_attention.in_proj.layer_norm_"),
     MLP: ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 }
-"""Kind of layer -> begin of the name of its norm, and of what checkpoints call it."""
+"""Kind of layer -> begin of its norm's name here, and in checkpoints."""
 
 
 _MIXERS = {ATTENTION: attention, LATENT: latent, SPARSE: latent, DELTA: gated_delta_net}
@@ -86,9 +86,7 @@ def buffers(m: ModelConfig) -> Iterator[Weight]:
 
 
 def saved_as(m: ModelConfig, name: str) -> str:
-    """Return the name of a weight in checkpoints: a layer's norm has the name of the linear layer
-    after it.
-    """
+    """Return a weight's name in checkpoints, where norms are named after the next linear layer."""
     layer, _, part = name.partition(".layers.")
     number, _, inner = part.partition(".")
     if not number.isdigit():
@@ -102,9 +100,7 @@ def saved_as(m: ModelConfig, name: str) -> str:
 
 
 def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
-    """Yield a weight as checkpoints hold it: each part of what a mixer has fused is a tensor
-    of its own.
-    """
+    """Yield a weight as checkpoints hold it, with the fused parts of a mixer separate."""
     names = next((parts for end, parts in FUSED.items() if weight.name.endswith(end)), None)
     if names is None:
         yield weight
@@ -114,9 +110,7 @@ def apart(m: ModelConfig, weight: Weight) -> Iterator[Weight]:
 
 
 def part_rows(m: ModelConfig, names: tuple[str, ...]) -> list[int]:
-    """Return the rows of each named part of the first linear layer of a mixer, or of its
-    convolution.
-    """
+    """Return the rows of each named part of a mixer's first linear layer or convolution."""
     h = HybridConfig.of(m)
     rows = {"z": h.channels, "x": h.channels, "B": h.states, "C": h.states, "dt": h.num_heads}
     return [rows[name] for name in names]

@@ -1,6 +1,4 @@
-"""This rank's chunk of LLaVA: a language model, and on the first stage the vision tower and the
-projector.
-"""
+"""A rank's chunk of LLaVA: a language model; on stage 0 also vision tower and projector."""
 
 from __future__ import annotations
 

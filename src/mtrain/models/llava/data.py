@@ -54,9 +54,7 @@ def _of_records(
 def spread(
     own: LlavaConfig, window: torch.Tensor, learned: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a window [s + 1] with an `IMAGE` for each patch in place of one for each image, and
-    what is learned of it.
-    """
+    """Return a window [s + 1] with an `IMAGE` for each patch, and its learned places."""
     # A record holds one mark for an image; the model reads a token for each patch.
     times = torch.where(window == IMAGE, own.image_tokens, 1)
     return (
@@ -68,9 +66,7 @@ def spread(
 def _synthetic(
     own: LlavaConfig, name: str, windows: torch.Tensor, numbers: np.ndarray
 ) -> MicroBatch:
-    """Return an image of noise in each sample, at a place that its number says; what follows it is
-    learned as any text.
-    """
+    """Return an image of noise in each sample, at a place by its number, before learned text."""
     room = windows.shape[1] - 1 - own.image_tokens
     tokens = torch.where(
         windows == own.image_token_id, (windows + 1) % max(2, own.image_token_id), windows
@@ -109,9 +105,7 @@ def _batch(
 def probe(
     model: ModelConfig, ids: Sequence[int]
 ) -> tuple[list[int], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return an image of noise behind the first token, for a comparison of logits with those of
-    transformers.
-    """
+    """Return an image of noise after the first token, to compare logits with transformers."""
     own = LlavaConfig.of(model)
     text = [i if i != own.image_token_id else (i + 1) % model.vocab_size for i in ids]
     room = max(1, model.max_position_embeddings - own.image_tokens)

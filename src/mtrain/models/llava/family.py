@@ -76,13 +76,13 @@ def flops_per_token(model: ModelConfig, seq_length: int, *, causal: bool = True)
     sample has one image.
 
     Of the language model as `mtrain.models.gpt.count` has it; of vision tower and projector the
-    products of an image, over the tokens of a sample. A frozen part has no weight gradients, and
-    what is in front of every trained part no backward at all.
+    products of an image, over the tokens of a sample. A frozen part has no weight gradients, and a
+    part before every trained one has no backward.
     """
     own = LlavaConfig.of(model)
     frozen = set(own.freeze)
     text = language.flops_per_token(model, seq_length, causal=causal)
-    if "language" in frozen:  # a third of what its weights take; attention between tokens has none
+    if "language" in frozen:  # a third of the weights' FLOPs; attention between tokens has none
         text -= language.flops_per_token(model, 0, causal=causal) / 3
     h = own.vision_hidden_size
     f = own.vision_ffn_hidden_size
@@ -104,7 +104,7 @@ def shrink(model: ModelConfig, p: ParallelConfig, *, layers: int, seq_length: in
     """Return `model` with so many layers of its language model, for the layout `p` and sequences of
     `seq_length`.
 
-    A layer of the vision tower stays behind the features where there was one. What is frozen stays
+    A layer of the vision tower stays after the features if there was one. Frozen parts stay
     frozen.
     """
     own = LlavaConfig.of(model)

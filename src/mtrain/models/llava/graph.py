@@ -1,6 +1,4 @@
-"""LLaVA on one rank: the language model, and on the first stage the vision tower and the projector
-of the images.
-"""
+"""LLaVA on one rank: the language model; on stage 0 vision tower and projector."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from mtrain.models.rank import Rank
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """Return the graphs of a (virtual) stage on one micro-batch, whose samples have one image
-    each.
-    """
+    """Return the graphs of a stage on one micro-batch of samples with an image each."""
     own = LlavaConfig.of(r.model)
     frozen = set(own.freeze)
     graphs = language.stage(replace(r, frozen="language" in frozen), held)
@@ -53,9 +49,7 @@ def stage(r: Rank, held: Stage) -> list[Graph]:
 
 
 def _tower(r: Rank) -> Rank:
-    """Return the rank's view for the vision tower: whole images, each a sequence of patches and the
-    class token.
-    """
+    """Return the rank's view for the vision tower: whole images as patches and a class token."""
     own = LlavaConfig.of(r.model)
     shape = {
         "num_layers": own.used_layers,
@@ -106,7 +100,7 @@ def _project(g: Graph, tower: Rank, r: Rank) -> None:
     own = LlavaConfig.of(r.model)
     h = r.model.hidden_size
     rows = _patches(tower)
-    # the class token is left out of a view
+    # a view without the class token
     features = Tensor(tower.tokens * own.vision_hidden_size * r.element)
     up = column(g, rows, "projector.linear_fc1", features, own.vision_hidden_size, h // r.layout.tp)
     more = [Tensor(up.bytes)] if own.projector_activation == "quick_gelu" else []

@@ -1,6 +1,4 @@
-"""Hugging Face's names of the weights of LLaVA: of files as they are written today, of older ones,
-and in memory.
-"""
+"""Hugging Face's names of the weights of LLaVA, in current and old files and in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _TOWER_QKV = Operation(
 
 
 def files(kind: str, model: ModelConfig) -> tuple[Table, ...]:
-    """Return the tables that a file may follow; the first is the one that is written.
+    """Return the tables that a file may follow; exports write the first.
 
     transformers 5 writes the language model as before and the tower without `vision_model.`; up to
     4 it wrote that, too, as published files have it; both have other names in memory.

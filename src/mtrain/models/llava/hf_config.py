@@ -1,6 +1,4 @@
-"""The `config.json` of LLaVA: a language model's and a vision tower's inside of it, read and
-written.
-"""
+"""Reader and writer of LLaVA's `config.json`, which nests a language model and a tower."""
 
 from __future__ import annotations
 
@@ -8,7 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind, class_of
+from mtrain.recipes.huggingface.config_file import (
+    ConfigFile,
+    Family,
+    Json,
+    Kind,
+    class_of,
+    tables_of,
+)
 from mtrain.recipes.huggingface.families import FAMILIES
 from mtrain.recipes.huggingface.writers import WRITERS
 
@@ -18,59 +23,17 @@ _PROJECTOR_WORDS = {
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
     "quick_gelu": "quick_gelu",
 }
-"""Their activation functions -> ours."""
-_TEXT = replace(
-    FAMILIES["llama"],
-    absent={
-        **FAMILIES["llama"].absent,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    },
-)
-"""Published files leave out what is the default of transformers' LlamaConfig."""
-_TOWER = {
-    "image_size": 336,
-    "patch_size": 14,
-    "num_hidden_layers": 24,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_attention_heads": 16,
-}
-"""The vision tower of a file that says nothing of one."""
-_VISION = Family(
-    {
-        "image_size": "model.llava.image_size",
-        "patch_size": "model.llava.patch_size",
-        "num_hidden_layers": "model.llava.vision_layers",
-        "hidden_size": "model.llava.vision_hidden_size",
-        "intermediate_size": "model.llava.vision_ffn_hidden_size",
-        "num_attention_heads": "model.llava.vision_heads",
-        "layer_norm_eps": "model.llava.vision_layernorm_epsilon",
-    },
-    {},
-    {
-        "image_size": 224,
-        "patch_size": 32,
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_attention_heads": 12,
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "quick_gelu",
-    },
-    irrelevant={
-        **dict.fromkeys(("projection_dim", "vocab_size"), "is read by other models of CLIP"),
-        **dict.fromkeys(("initializer_range", "initializer_factor"), "says how weights are drawn"),
-    },
-)
-"""The defaults are those of transformers' CLIPVisionConfig."""
+"""transformers' activation functions -> mtrain's."""
+_TABLES = tables_of(__file__)
+# Published files omit the defaults of transformers' LlamaConfig.
+_LLAMA = FAMILIES["llama"]
+_TEXT = replace(_LLAMA, absent=_LLAMA.absent | _TABLES["language"]["absent"])
+# Defaults are those of transformers' CLIPVisionConfig.
+_VISION = Family.of(_TABLES["vision"])
 
 
 def _inner(f: ConfigFile, key: str, family: Family, kind: str, absent: Json) -> ConfigFile:
-    """Return the object that a key holds, read as a file of its own.
+    """Return the object that a key holds, read like a file.
 
     Raises:
         TypeError: it holds something else.
@@ -83,11 +46,7 @@ def _inner(f: ConfigFile, key: str, family: Family, kind: str, absent: Json) -> 
     found = values.get("model_type", kind)
     if found != kind:
         f.inside(key, "model_type", "not supported", f"{_NUMBERS}here it is {kind}", found)
-    for theirs, ours in family.keys.items():
-        value = inner.get(theirs)
-        if value is not None:
-            inner.out[ours] = value
-    inner.out |= family.fixed
+    inner.copy()
     return inner
 
 
@@ -99,7 +58,7 @@ def _merge(f: ConfigFile, key: str, inner: ConfigFile) -> None:
 
 
 def language(f: ConfigFile) -> None:
-    """Read the language model, a Llama. Its embeddings are tied where either object says so."""
+    """Read the language model, a Llama. Its embeddings are tied if either object ties them."""
     text = _inner(f, "text_config", _TEXT, "llama", {})
     for more in _TEXT.more:
         more(text)
@@ -114,13 +73,11 @@ def language(f: ConfigFile) -> None:
 
 def tower(f: ConfigFile) -> None:
     """Read the vision tower, CLIP's."""
-    vision = _inner(f, "vision_config", _VISION, "clip_vision_model", _TOWER)
+    vision = _inner(f, "vision_config", _VISION, "clip_vision_model", _TABLES["tower"])
     _activation(vision, "hidden_act", "model.llava.vision_activation")
-    vision.must("num_channels", (3,), f"{_NUMBERS}images have three channels")
-    vision.must("attention_dropout", (0, 0.0), f"{_NUMBERS}the vision tower has no dropout")
     for key in ("image_size", "patch_size"):
         if isinstance(vision.get(key), list | tuple):
-            vision.refuse(key, "not supported", f"{_NUMBERS}images and patches are squares")
+            vision.differs(key, "images and patches are squares")
             del vision.out[_VISION.keys[key]]
     vision.out["model.llava.vision_layernorm_epsilon"] = float(vision.get("layer_norm_eps"))
     _merge(f, "vision_config", vision)
@@ -133,12 +90,9 @@ def join(f: ConfigFile) -> None:
     if isinstance(layer, list) and len(layer) == 1:
         layer = layer[0]
     if isinstance(layer, list):
-        f.refuse(
-            "vision_feature_layer", "not supported", f"{_NUMBERS}features of one layer are taken"
-        )
+        f.differs("vision_feature_layer", "features of one layer are taken")
         layer = -2
     f.out["model.llava.feature_layer"] = layer
-    f.must("vision_feature_select_strategy", ("default",), f"{_NUMBERS}the class token is left out")
     _activation(f, "projector_hidden_act", "model.llava.projector_activation")
     f.out["model.llava.projector_bias"] = bool(f.get("multimodal_projector_bias"))
 
@@ -149,24 +103,8 @@ def _activation(f: ConfigFile, key: str, ours: str) -> None:
     f.must(key, list(_PROJECTOR_WORDS), f"{_NUMBERS}there are {', '.join(_PROJECTOR_WORDS)}")
 
 
-READS = Family(
-    {"image_token_index": "model.llava.image_token_id"},
-    {"model.family": "llava"},
-    {
-        "image_token_index": 32000,
-        "projector_hidden_act": "gelu",
-        "vision_feature_select_strategy": "default",
-        "vision_feature_layer": -2,
-        "multimodal_projector_bias": True,
-    },
-    (language, tower, join),
-    {"image_token_id": "image_token_index"},
-    {
-        "image_seq_length": "is computed from image_size and patch_size",
-        "ignore_index": "is read by no version that is in use",
-    },
-)
-"""Mapping from the keys of such a file to ours."""
+READS = Family.of(_TABLES["model"], more=(language, tower, join))
+"""Mapping from the keys of such a file to mtrain's."""
 
 
 def writes(m: ModelConfig) -> Json:

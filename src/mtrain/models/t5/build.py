@@ -1,6 +1,4 @@
-"""The chunk of an encoder-decoder, with the layers that `kernels` chose and the initial weights of
-T5.
-"""
+"""The chunk of an encoder-decoder, with the chosen layers and T5's initial weights."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from mtrain.models.t5.config import T5Config, decoder_layers
 
 
 def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
-    """Build encoder and decoder with embedding and loss: all of the model, which is not split into
-    stages.
-    """
+    """Build encoder and decoder with embedding and loss, in a single stage."""
     m = run.model
     t = T5Config.of(m)
     assert run.kernels.loss is not None, "a resolved run says who makes its loss"
@@ -43,9 +39,7 @@ def chunk(run: RunConfig, config: Any, stage: int | None) -> EncoderDecoder:
 
 
 def _mark_initial_weights(made: EncoderDecoder, m: ModelConfig) -> None:
-    """Note on each matrix how it is drawn: as in Mesh TensorFlow's T5, and the head of v1.1 as any
-    other layer.
-    """
+    """Note how each matrix is drawn: as in Mesh TensorFlow's T5, and v1.1's head as any layer."""
     factor = T5Config.of(m).initializer_factor
     width = m.hidden_size
     head = m.head_dim

@@ -1,6 +1,6 @@
 """The objective of an encoder-decoder: span corruption (arXiv:1910.10683, 3.1.4).
 
-The share `model.t5.noise_density` of a sample's tokens is left out, in spans of a mean length. The
+Spans of a mean length hide the share `model.t5.noise_density` of a sample's tokens. The
 encoder reads the sample with a sentinel in place of each span; the decoder predicts each sentinel
 and the tokens of its span. Both end with `end_id`. The number of tokens and spans that are left out
 does not depend on the sample, so both lengths are fixed; which ones depends only on the seed, the
@@ -23,7 +23,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SpanBatch(MicroBatch):
-    """A micro-batch whose `tokens` [b, s] are those that the decoder reads."""
+    """A micro-batch with the decoder's input as `tokens` [b, s]."""
 
     encoder_tokens: torch.Tensor
     """int64 [b, t]: what the encoder reads."""
@@ -39,9 +39,7 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
 
 
 class Spans:
-    """Makes micro-batches of samples of `tokens` tokens, with sentinels from the id `first`
-    downwards.
-    """
+    """Makes micro-batches of samples of `tokens` tokens; sentinels go down from `first`."""
 
     def __init__(self, t: T5Config, tokens: int, first: int, seed: int, part: str) -> None:
         self.noise, self.spans = spans(t, tokens)
@@ -55,9 +53,7 @@ class Spans:
         self._key = keys(seed, 0, f"spans {part}", 1)
 
     def __call__(self, windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
-        """Return the micro-batch of windows int64 [n, tokens + 1], whose last token is not used,
-        and their numbers.
-        """
+        """Return the micro-batch of windows int64 [n, tokens + 1] and their numbers."""
         pairs = [
             self.split(w, self.noisy(n))
             for w, n in zip(windows.numpy()[:, :-1], numbers, strict=True)
@@ -93,9 +89,7 @@ class Spans:
         return np.repeat(np.tile([False, True], self.spans), lengths)
 
     def split(self, window: np.ndarray, noisy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the encoder's input and the decoder's labels of a sample, int64, without
-        padding.
-        """
+        """Return the encoder's input and decoder's labels of a sample, int64, unpadded."""
         return self._with_sentinels(window, noisy), self._with_sentinels(window, ~noisy)
 
     def _with_sentinels(self, window: np.ndarray, gone: np.ndarray) -> np.ndarray:
@@ -111,8 +105,6 @@ class Spans:
 
 
 def _parts(words: np.ndarray, count: int) -> np.ndarray:
-    """Return the lengths of `count` parts of len(words) + 1 things in a row, each at least one;
-    int64 [count].
-    """
+    """Return `count` random lengths of at least one that add up; int64 [count]."""
     cuts = np.sort(np.argsort(words, kind="stable")[: count - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [len(words) + 1]]))

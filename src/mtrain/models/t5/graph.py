@@ -16,9 +16,7 @@ from mtrain.models.t5.config import T5Config, decoder_layers, lengths
 
 
 def stage(r: Rank, held: Stage) -> list[Graph]:
-    """Return the graphs of the one stage on one micro-batch: before the layers, each layer, after
-    them.
-    """
+    """Return the graphs of the one stage on one micro-batch."""
     t = T5Config.of(r.model)
     needed = lengths(t, r.run.data.length)
     reads = replace(r, length=t.encoder_length or needed[0])

@@ -35,7 +35,7 @@ def _split(tensors: list[Any], model: Any) -> list[Any]:
 
 
 KV = Operation("joined by head", _joined, _split)
-"""Theirs are keys and values; ours holds, of each head, its keys and its values."""
+"""transformers has keys and values; mtrain holds the keys and values of each head."""
 
 
 def files(kind: str, model: Any) -> tuple[Table, ...]:
@@ -60,8 +60,8 @@ def settled(model: Any, names: Collection[str], wanted: Any) -> tuple[str, ...]:
     """Return the overrides for what a `config.json` leaves open and the names of the weights
     decide: tied embeddings.
 
-    A T5 of transformers 5 that is not scaled says that it is tied in any case, and one that says
-    untied and has no weights of its own for the output layer is tied.
+    An unscaled T5 of transformers 5 is declared tied in any case, and one declared untied without
+    weights for the output layer is tied.
     """
     apart = HEAD in names
     if apart and model.tie_word_embeddings and not model.t5.scale_logits:

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` of T5: how it is read, and what one says of a model."""
+"""Reading and writing a Hugging Face `config.json` of T5."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from typing import Any
 
 from mtrain.config.schema.model import ModelConfig
 from mtrain.models.t5.config import T5Config, decoder_layers
-from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind
+from mtrain.recipes.huggingface.config_file import ConfigFile, Family, Json, Kind, tables_of
 from mtrain.recipes.huggingface.readers import GATED_WORDS, UNGATED_WORDS
 
 _UNGATED = {**UNGATED_WORDS, "relu": "relu"}
 _SHIPPED_VOCABULARY = 32128
 _ITS_FIRST_SENTINEL = 32099
-"""First sentinel of the tokenizer that T5 was trained with: 32,000 pieces, 100 sentinels and 28
-unused ids.
-"""
+"""First sentinel of T5's tokenizer: 32,000 pieces, 100 sentinels and 28 unused ids."""
 
 
 def _block(f: ConfigFile) -> None:
-    """Read activation, decoder, dropout and ids; transformers derives some from others unless a
-    file sets them.
-    """
+    """Read activation, decoder, dropout and ids, of which transformers derives some."""
     _activation(f)
     layers = f.get("num_layers")
     decoder = f.get("num_decoder_layers")
@@ -42,14 +38,6 @@ def _block(f: ConfigFile) -> None:
     if words < 2 * T5Config.model_fields["sentinels"].default:
         f.out["model.t5.sentinels"] = max(1, words // 2)
     f.out["model.t5.initializer_factor"] = float(f.get("initializer_factor"))
-    f.must(
-        "is_encoder_decoder",
-        (True,),
-        "changes the numbers: encoder and decoder are trained together here",
-    )
-    f.must(
-        "is_decoder", (False,), "changes the numbers: encoder and decoder are trained together here"
-    )
 
 
 def _activation(f: ConfigFile) -> None:
@@ -67,14 +55,14 @@ def _activation(f: ConfigFile) -> None:
         text = f"there are {', '.join(known)}"
     else:
         text = "dense_act_fn and is_gated_act say something else"
-    f.refuse("feed_forward_proj", "not supported", f"changes the numbers: {text}")
+    f.differs("feed_forward_proj", f"{text}")
 
 
 def _ends(f: ConfigFile) -> None:
     """Read whether embeddings are tied and logits scaled: transformers scales unless a file says
     untied.
 
-    A file of transformers 5 says tied in any case; its weights decide.
+    A file of transformers 5 declares them tied in any case; its weights decide.
     """
     tied = f.get("tie_word_embeddings") is not False
     scaled = bool(f.get("scale_decoder_outputs", tied))
@@ -84,51 +72,7 @@ def _ends(f: ConfigFile) -> None:
         f.refuse("scale_decoder_outputs", "not supported", text)
 
 
-_READS = Family(
-    {
-        "d_model": "model.hidden_size",
-        "d_kv": "model.kv_channels",
-        "d_ff": "model.ffn_hidden_size",
-        "num_layers": "model.num_layers",
-        "num_heads": "model.num_attention_heads",
-        "vocab_size": "model.vocab_size",
-        "n_positions": "model.max_position_embeddings",
-        "layer_norm_epsilon": "model.layernorm_epsilon",
-        "relative_attention_num_buckets": "model.t5.relative_attention_buckets",
-        "relative_attention_max_distance": "model.t5.relative_attention_distance",
-    },
-    {
-        "model.family": "t5",
-        "model.normalization": "RMSNorm",
-        "model.position_embedding_type": "relative",
-        "model.softmax_scale": 1.0,
-        "model.add_bias_linear": False,
-    },
-    {
-        "vocab_size": 32128,
-        "d_model": 512,
-        "d_kv": 64,
-        "d_ff": 2048,
-        "num_layers": 6,
-        "num_heads": 8,
-        "n_positions": 512,
-        "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128,
-        "dropout_rate": 0.1,
-        "layer_norm_epsilon": 1e-6,
-        "initializer_factor": 1.0,
-        "feed_forward_proj": "relu",
-        "is_encoder_decoder": True,
-    },
-    (_block, _ends),
-    {
-        "hidden_size": "d_model",
-        "num_attention_heads": "num_heads",
-        "num_hidden_layers": "num_layers",
-        "head_dim": "d_kv",
-    },
-    {"output_past": "says what a call returns or keeps, not what the model computes"},
-)
+_READS = Family.of(tables_of(__file__), more=(_block, _ends))
 
 
 def _writes(m: ModelConfig) -> Json:

@@ -1,6 +1,4 @@
-"""The time of a step by part: products, attention, memory-bound operations, communication,
-pipeline, optimizer.
-"""
+"""The time of a step: products, attention, memory, communication, pipeline, optimizer."""
 
 from mtrain.plan.time.step import StepTime, step_time
 

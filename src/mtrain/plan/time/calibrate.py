@@ -108,9 +108,7 @@ def _accelerator(
     start: ClusterConfig,
     kernels: Sequence[Rates],
 ) -> ClusterConfig:
-    """Return the fitted share of the data sheet that kernels reach, then the speed of steps
-    relative to that.
-    """
+    """Return the fitted share of the data sheet that kernels reach, and the relative speed."""
     reached = dict(start.reached)
     for one in kernels:
         if one.format in WIDE:
@@ -146,9 +144,7 @@ def _missed(
     start: ClusterConfig,
     reached: Efficiencies,
 ) -> float:
-    """Return the mean error of steps with a host so fast, plus its distance from the expected
-    speed; in logarithms.
-    """
+    """Return the mean error with such a host, plus its distance from the expected speed."""
     assert reached.host is not None
     device = device_of(start)
     found = replace(reached, host=replace(reached.host, speed=host))
@@ -166,9 +162,7 @@ def _speed(
     start: ClusterConfig,
     reached: Efficiencies,
 ) -> float:
-    """Return the speed at which half of the steps are planned too long, and half too short; by
-    bisection.
-    """
+    """Return the speed at which half of the steps are planned too long; by bisection."""
     device = device_of(start)
 
     def too_long(speed: float) -> bool:
@@ -253,9 +247,7 @@ def _priced(work: StepWork, cluster: ClusterConfig) -> StepTime:
 
 
 def _residuals(one: Measured, step: StepTime) -> Vector:
-    """Return the residuals of the step, and of its two parts where they are known; in
-    deviations.
-    """
+    """Return the residuals of the step, and of its known parts; in deviations."""
     whole = log(step.seconds / one.step_s) / NOISE
     if one.optimizer_s is None or not 0 < one.optimizer_s < one.step_s:
         return [whole]
@@ -295,9 +287,7 @@ def _dot(one: Vector, other: Vector) -> float:
 
 
 def _solved(matrix: list[Vector], right: Vector) -> Vector:
-    """Return the solution of linear equations with a positive definite matrix: elimination, which
-    needs no pivots.
-    """
+    """Return the solution of equations with a positive definite matrix, without pivots."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for i, row in enumerate(rows):
         for below in rows[i + 1 :]:

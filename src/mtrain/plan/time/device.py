@@ -51,13 +51,9 @@ class Device:
     exponentials: float
     """Exponentials a second for each FLOP/s of products in 16 bits."""
     on_host: bool
-    """True if the device is the host itself: the rates that a cluster states are measured, and
-    reached.
-    """
+    """True if the device is the host: a cluster's stated rates are measured, and reached."""
     power: dict[str, float]
-    """Format -> watts for a FLOP/s of the peak, against those of the first device of its
-    generation, where both are known.
-    """
+    """Format -> watts for a FLOP/s of the peak, relative to the first device of its generation."""
     blackwell: bool
     """True for Blackwell and later generations."""
 

@@ -53,19 +53,13 @@ class Efficiencies:
     launch_us: float
     """Time of the host for an operation."""
     call_us: float
-    """Time of the host for each further kernel of an operation, such as one per expert: its tensors
-    and their hooks.
-    """
+    """Time of the host for each further kernel of an operation: its tensors and their hooks."""
     pass_us: float
-    """Lost by the device in a pass through a mixture of experts: small kernels, and waiting for
-    counts.
-    """
+    """Device time lost in a pass through a mixture of experts: small kernels, and waits."""
     routing_us: float
     """Time of the host for a pass through a mixture of experts."""
     fixed: float
-    """Share of that and of further kernels where every expert takes as many rows, so that nobody
-    waits for counts.
-    """
+    """Share of that and of further kernels if experts have equal rows, so nobody waits."""
     graphed: float
     """Share of the host's time that is left: 1 without CUDA graphs."""
     latency_us: float
@@ -73,8 +67,7 @@ class Efficiencies:
     overlapped: Mapping[str, float]
     """Share of the communication of an axis behind which there is computation."""
     power: float
-    """Exponent of a device's watts for its peak: how much the rate of large products follows them.
-    """
+    """Exponent of a device's watts for its peak: their effect on the rate of products."""
     blackwell: float
     """Share of its peak that a product reaches on that generation, against the one before."""
     mixtures: float
@@ -82,15 +75,11 @@ class Efficiencies:
     speed: float
     """Speed of the software as a whole, against the release that the others belong to."""
     host: HostCost | None = None
-    """The costs of launches by kind of operation, where they were measured; None: `launch_us` and
-    the other costs above.
-    """
+    """The measured costs of launches by kind; None: `launch_us` and the other costs above."""
 
 
 def powered(device: Device, reached: Efficiencies, form: str) -> float:
-    """Return the rate of large products in a format, by watts and generation, relative to
-    `products`.
-    """
+    """Return the rate of large products in a format, by watts and generation, over `products`."""
     return float(
         device.power.get(form, 1.0) ** reached.power
         * (reached.blackwell if device.blackwell else 1.0)
@@ -157,9 +146,7 @@ def reached_by(cluster: ClusterConfig) -> Efficiencies:
 
 
 def _stated(cluster: ClusterConfig, found: Efficiencies, form: str) -> float:
-    """Return the share that large products in a format reach; a measurement on a device includes
-    its watts and generation.
-    """
+    """Return the share that large products reach; measurements include watts and generation."""
     if "products" not in cluster.reached:
         return found.products[form]
     return cluster.reached["products"] / powered(device_of(cluster), found, form)
@@ -167,9 +154,7 @@ def _stated(cluster: ClusterConfig, found: Efficiencies, form: str) -> float:
 
 @cache
 def measured() -> Efficiencies:
-    """Return the efficiencies for rates that were measured in runs: all are reached in full, and
-    nothing overlaps.
-    """
+    """Return the efficiencies for rates measured in runs: all are reached, and none overlap."""
     found = shipped()
     names = (
         "grouped",

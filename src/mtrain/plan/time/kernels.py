@@ -60,9 +60,7 @@ class Kernels:
         return self._product(p.m, p.n, p.k, p.batch, one) + self._casts(one, p.m * p.k)
 
     def linear_back(self, one: Linear) -> float:
-        """Return the seconds of its backward: the gradients of inputs, and of weights that are
-        trained.
-        """
+        """Return the seconds of its backward: gradients of inputs, and of trained weights."""
         p = one.product
         inputs = self._product(p.m, p.k, p.n, p.batch, one)
         if one.factors == "frozen":
@@ -74,9 +72,7 @@ class Kernels:
         return inputs + weights + self._casts(one, p.m * p.n)
 
     def _casts(self, one: Linear, elements: int) -> float:
-        """Return the seconds of reading an operand and writing it in low precision, as it is and
-        transposed.
-        """
+        """Return the seconds of quantising an operand, as it is and transposed."""
         if not one.low or self.recipe == self.format:
             return 0.0
         # a generation that multiplies any layout needs no transpose, unless scales lie along rows
@@ -121,9 +117,7 @@ class Kernels:
         return self._pairs(pairs, BACKWARD_PRODUCTS, self.reached.attention_backward)
 
     def _pairs(self, pairs: Pairs, products: float, reached: float) -> float:
-        """Return the seconds of the products, and of the softmax's exponentials that do not overlap
-        with them.
-        """
+        """Return the seconds of products, and of the softmax's exponentials outside them."""
         rate = self._attention_rate()
         d = self.device
         blocks = math.ceil(pairs.rows / (HOST_TILE if d.on_host else ATTENTION_TILE))
@@ -235,7 +229,5 @@ class Links:
 
 
 def _met(places: float, messages: int) -> float:
-    """Return the expected number of distinct places that messages reach, each choosing one at
-    random.
-    """
+    """Return the expected number of distinct places that messages reach at random."""
     return places * (1 - (1 - 1 / places) ** messages)

@@ -190,9 +190,7 @@ USUAL = 1000
 
 
 def in_steps(run: RunConfig) -> RunConfig:
-    """Return the run with intervals in steps for those in minutes, by the predicted time of a step,
-    to two digits.
-    """
+    """Return the run with intervals in steps for minutes, by the predicted step time."""
     t = run.trainer
     c = run.checkpoint
     minutes = t.eval_minutes, c.save_minutes
@@ -242,9 +240,7 @@ class ErrorBar:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors of predicted throughput on published runs whose model was left out of the fit, as
-    shares.
-    """
+    """Errors of predicted throughput on runs of models outside the fit, as shares."""
 
     rows: int
     """Published runs."""
@@ -252,8 +248,7 @@ class Accuracy:
     p95: float
     """Error at the 95th percentile."""
     pairs: int
-    """Pairs of runs of one model on as many devices whose throughput differs by at least `apart`.
-    """
+    """Pairs of runs of one model and size whose throughput differs by at least `apart`."""
     pairs_right: int
     """Pairs that the prediction ranks as published."""
     apart: float
@@ -278,9 +273,7 @@ def shipped() -> Accuracy:
 
 
 def accuracy_of(cluster: ClusterConfig) -> Accuracy | None:
-    """Return the error of a plan on a cluster; None where its rates are measured and no plans were
-    compared.
-    """
+    """Return the error of a plan on a cluster; None with measured rates and no comparison."""
     # The published runs say nothing about rates that are not fitted to them.
     own = (
         facts_of(cluster.device).on_host

@@ -108,9 +108,7 @@ def _product(kernels: Kernels, shape: tuple[int, int, int], batch: int = 1) -> f
 
 
 def _orthogonal(steps: int, number: int, rows: int, columns: int, kernels: Kernels) -> float:
-    """Return the seconds of matrices of one shape: X X^T, the square of that, and its product with
-    X, `steps` times.
-    """
+    """Return the seconds of `steps` times X X^T, its square, and that times X."""
     short, long = sorted((rows, columns))
     batch = min(number, max(1, TOGETHER // (short * long)))
     shapes = (short, short, long), (short, short, short), (short, long, short)
@@ -251,9 +249,7 @@ def done_once(
 
 
 def shares_of(run: RunConfig, grid: RankGrid, weights: tuple[float, float]) -> tuple[Share, ...]:
-    """Return the shares of a rank's experts and other weights, with the groups that hold the same;
-    without empty ones.
-    """
+    """Return the shares of a rank's experts and other weights, with the groups that hold them."""
     copies = run.parallel.hsdp_replicas
     every = zip(weights, (grid.edp, grid.dp * grid.cp), (grid.etp * grid.ep, grid.tp), strict=True)
     return tuple(
@@ -293,9 +289,7 @@ def _sent(run: RunConfig, shares: tuple[Share, ...], links: Links) -> float:
 
 
 def _moved(run: RunConfig, shares: tuple[Share, ...], again: float) -> float:
-    """Return the bytes that the update reads and writes, and the clearing of gradients; `again`: of
-    each element on top.
-    """
+    """Return the bytes of update and clearing of gradients; `again`: extra per element."""
     p = run.parallel
     element = bytes_of(run.precision.format)
     gradient = gradient_bytes(run)

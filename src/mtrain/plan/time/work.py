@@ -1,6 +1,4 @@
-"""The work of a rank of a stage in one micro-batch, counted from its graphs of operations; without
-efficiencies.
-"""
+"""The work of a stage's rank in one micro-batch, from its graphs; without efficiencies."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class Pairs:
     flops: float
     width: int
     rows: int
-    """Queries of a head, or keys of its window where those are fewer; blocks at an edge waste a
-    part of them.
-    """
+    """Queries of a head, or fewer keys of its window; blocks at an edge waste a part."""
 
 
 Kind = Literal["linear", "low", "experts", "experts_low", "attention", "dispatch", "other"]
@@ -87,9 +83,7 @@ class Work:
     again: Counter[Kind] = field(default_factory=Counter)
     """Operations that the backward recomputes."""
     order: list[tuple[Work, int]] = field(default_factory=list)
-    """Its parts in the order of the forward, each with how often it follows itself; empty: it is
-    one part.
-    """
+    """Its parts in the order of the forward, with repetitions; empty: it is one part."""
     calls: Calls = field(default_factory=Calls)
     """Kernels that operations launch on top of the first."""
     padded: Calls = field(default_factory=Calls)
@@ -118,9 +112,7 @@ class Work:
 
 
 def work_of(graph: Graph) -> Work:
-    """Return the work of a graph in its forward and backward, and once more where it is
-    recomputed.
-    """
+    """Return the work of a graph forward and backward, and of any recomputation."""
     done = Work()
     calls = done.padded if any(op.name.endswith(PADDED) for op in graph.ops) else done.calls
     for op in graph.ops:

@@ -34,9 +34,7 @@ MORE = (2, 4, 8, 16)
 def said_of(
     run: UnresolvedRun, origins: Mapping[str, str], *, command_line: bool
 ) -> dict[str, Any]:
-    """Return the keys of a layout that are set, only on the command line or anywhere, and not to
-    null.
-    """
+    """Return the keys of a layout set to non-null, by the command line only or by anyone."""
     known = {key: value_at(run, key) for key in (*KEYS, *SPLIT)}
     if known[GRANULARITY] == "auto":
         known[GRANULARITY] = None
@@ -82,9 +80,7 @@ def search(
 
 
 def described(run: RunConfig) -> bool:
-    """Return whether the family of the model says what its layers compute, and which weights they
-    have.
-    """
+    """Return whether the model's family describes its computations and weights."""
     family = family_of(run.model)
     return family.stage is not None and family.weights is not None
 
@@ -222,9 +218,7 @@ ALIKE = 0.003
 
 
 def _times(word: str, parts: list[str]) -> list[str]:
-    """Return the parts that take more or less time, as one gain or loss; empty if there are
-    none.
-    """
+    """Return the parts that gain or lose time, as one gain or loss; empty without any."""
     if parts:
         return [f"{word} time for {' and '.join(PARTS.get(name, name) for name in parts)}"]
     return []

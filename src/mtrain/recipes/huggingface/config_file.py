@@ -28,7 +28,7 @@ class Family:
 
     keys: Mapping[str, str]
     """Hugging Face's key -> our key, for keys that are copied."""
-    fixed: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     """Our keys with the same value in the whole family."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """The value of a missing key: the default of the family's class in transformers."""
@@ -42,6 +42,23 @@ class Family:
     """Key -> the values that mtrain builds, and a sentence for others."""
     idle: Mapping[str, str] = field(default_factory=dict)
     """Keys that published files have and the class does not read -> a sentence."""
+
+    @classmethod
+    def of(
+        cls, *tables: Mapping[str, Json], more: tuple[Callable[[ConfigFile], None], ...] = ()
+    ) -> Family:
+        """Return the family of tables, each of fields of it; a later one overrides an earlier."""
+        fields: dict[str, Json] = {}
+        for table in tables:
+            for name, values in table.items():
+                fields[name] = fields.get(name, {}) | values
+        return cls(more=more, **fields)
+
+
+def tables_of(module: str) -> Json:
+    """Return the tables in the file `hf_config.json` next to a module."""
+    tables: Json = json.loads(Path(module).with_name("hf_config.json").read_text("utf-8"))
+    return tables
 
 
 class ConfigFile:
@@ -103,13 +120,24 @@ class ConfigFile:
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return the value of a key that others are multiplied with; a text, which multiplication
-        would repeat, raises TypeError.
-        """
+        """Return the value of a key as a number; raise TypeError for anything else."""
         value = self.get(key, default)
         if not isinstance(value, int | float):
             raise TypeError(f"{key} is not a number")
         return value
+
+    def copy(self) -> None:
+        """Copy the keys that are no more than a copy, and note values that the family lacks."""
+        for theirs, ours in self.family.keys.items():
+            value = self.get(theirs)
+            if value is not None:
+                self.out[ours] = value
+        # after the copies: no key of a file changes a value that the family fixes
+        self.out |= self.family.fixed
+        for key, (allowed, text) in self.family.must.items():
+            self.must(key, allowed, text)
+        for key, text in self.family.idle.items():
+            self.idle((key,), text)
 
     def refuse(self, key: str, why: Why, text: str, value: Any = ...) -> None:
         """Note that a key could not be imported; `value` is the relevant part of its value."""
@@ -128,9 +156,7 @@ class ConfigFile:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers to visit, bounded; the checks of the configuration refuse
-        absurd numbers.
-        """
+        """Return the bounded number of layers to visit; later checks refuse absurd numbers."""
         return int(min(self.get("num_hidden_layers", 0), 1 << 14))
 
     def must(self, key: str, allowed: Sequence[Any], text: str) -> None:
@@ -156,7 +182,7 @@ class ConfigFile:
         """Account for every key that no reader used."""
         known = {*self.read, *self.family.keys, *self.family.irrelevant, *IRRELEVANT, *PLAIN}
         for key in self._unread:
-            # null and false say that a feature is off, as it is
+            # null and false switch a feature off, which is the default
             if self.original[key] not in (None, False):
                 name = self.read_by.name.removesuffix("Config") if self.read_by else ""
                 self.refuse(key, "no effect", f"is read by no layer of {name} in transformers")
@@ -310,11 +336,9 @@ class Class:
 
     name: str
     read: frozenset[str]
-    """Keys that it reads, of those that any class declares."""
+    """Keys that it reads, among those that any class declares."""
     null: Mapping[str, str]
-    """Key -> the meaning of null: `refused`, `absent` (as if left out), `filled` (with another
-    value), `false`, or `nothing`.
-    """
+    """Key -> the meaning of null: `refused`, `absent`, `filled`, `false`, or `nothing`."""
     declared: frozenset[str]
     """Keys that the class of any kind declares or reads."""
 

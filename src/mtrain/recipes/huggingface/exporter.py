@@ -66,7 +66,7 @@ def same_model(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def _meanings(model: ModelConfig) -> dict[str, Any]:
-    # null in these keys stands for a value that other keys give
+    # null in these keys means a value that follows from other keys
     return _flat(model.model_dump(mode="json")) | {
         "kv_channels": model.head_dim,
         "num_query_groups": model.query_groups,
@@ -178,7 +178,7 @@ def _body(model: ModelConfig, kind: str) -> Json:
     out: Json = {"model_type": kind}
     for theirs, ours in known.reads.keys.items():
         out[theirs] = attrgetter(ours.removeprefix("model."))(model)
-    # null stands for another number in some classes of transformers
+    # null means another number in some classes of transformers
     if "num_key_value_heads" in out:
         out["num_key_value_heads"] = model.query_groups
     if "head_dim" in out:

@@ -1,4 +1,5 @@
-"""The decoders of transformers: an entry of `families.json` each, and readers for what is no copy.
+"""The decoders of transformers: an entry of `families.json` each, and readers for keys that are not
+copied.
 
 An entry names the class of transformers and holds fields of `Family`. A field is a list of names
 of shared `sets` and of objects; a later part overrides an earlier one.

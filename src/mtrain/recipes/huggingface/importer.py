@@ -74,7 +74,7 @@ def _read_head(file: ConfigFile, draft: Draft) -> None:
     if not isinstance(names, list) or not str(names[:1]).endswith(f"{CLASSIFIER}']"):
         return
     labels = file.original.get("id2label")
-    # transformers gives a file that says nothing two labels
+    # transformers assumes two labels if a file has no number
     said = len(labels) if isinstance(labels, dict) else file.original.get("num_labels", 2)
     if said != 1:
         key = "id2label" if isinstance(labels, dict) else "num_labels"
@@ -107,19 +107,10 @@ def as_text(values: Json) -> Json:
 
 
 def _read(file: ConfigFile, family: Family) -> Draft:
-    for theirs, ours in family.keys.items():
-        value = file.get(theirs)
-        if value is not None:
-            file.out[ours] = value
-    # after the copies: what a family fixes, no key of a file changes
-    file.out |= family.fixed
-    for key, (allowed, text) in family.must.items():
-        file.must(key, allowed, text)
-    for key, text in family.idle.items():
-        file.idle((key,), text)
+    file.copy()
     for more in family.more:
         more(file)
-    # null spells what follows from other keys, so that a change of one leaves no contradiction
+    # null marks values that follow from other keys, so that changing one leaves no contradiction
     groups = file.out.get("model.num_query_groups")
     heads = file.out.get("model.num_attention_heads")
     if groups == heads:

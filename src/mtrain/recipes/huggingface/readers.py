@@ -15,14 +15,14 @@ UNGATED_WORDS = {
     **dict.fromkeys(_TANH, "gelu_tanh"),
     "relu2": "squared_relu",
 }
-"""Hugging Face's activations of an MLP without a gate -> ours."""
+"""Hugging Face's activations of an MLP without a gate -> mtrain's."""
 GATED_WORDS = {
     **dict.fromkeys(("silu", "swish"), "swiglu"),
     **dict.fromkeys(("gelu", "gelu_python"), "geglu"),
     **dict.fromkeys(_TANH, "geglu_tanh"),
     "quick_gelu": "quick_geglu",
 }
-"""Hugging Face's activations of a gate -> ours."""
+"""Hugging Face's activations of a gate -> mtrain's."""
 
 
 def _activation(file: ConfigFile, key: str, words: dict[str, str]) -> None:
@@ -165,9 +165,7 @@ def minimax_experts(file: ConfigFile) -> None:
 
 
 def gpt_oss_experts(file: ConfigFile) -> None:
-    """Read the experts of GPT-OSS, with clamped gates and biases; its first files hold the number
-    of experts twice.
-    """
+    """Read GPT-OSS's experts: clamped gates and biases; its first files count them twice."""
     # published files hold the number twice; transformers reads only num_experts_per_tok
     if file.get("experts_per_token", file.get("num_experts_per_tok")) != file.get(
         "num_experts_per_tok"
@@ -225,9 +223,7 @@ def _latent(file: ConfigFile) -> None:
 
 
 def _groups(file: ConfigFile, best: int) -> None:
-    """Read group-limited routing, where a group's score is the sum of its `best` scores; one group
-    means no groups.
-    """
+    """Read group-limited routing, a group scoring the sum of its `best` scores."""
     many = file.get("n_group", 1) > 1
     file.out |= {
         "model.moe.router_num_groups": file.get("n_group") if many else None,

@@ -79,9 +79,7 @@ def first_channels_rotary(file: ConfigFile) -> None:
 
 
 def two_bases(file: ConfigFile) -> None:
-    """Read base and scaling of layers without a window, and the base of those with one, which is
-    read first (Gemma 3).
-    """
+    """Read both rotary bases and the scaling of layers without a window (Gemma 3)."""
     parameters: Json = file.values.get("rope_parameters") or {}
     local: Json = parameters.get("sliding_attention") or {}
     if parameters:
@@ -138,7 +136,7 @@ def _rotary(
     # the first files of some families have another word for the same computation
     kind = words.get(kind, kind)
     _length_before(file, kind, inner)
-    # MLA has keys of its own for its scaling
+    # MLA has its own keys of the scaling
     latent = "model.mla.kv_lora_rank" in file.out
     for key, value in inner.items():
         if key not in KNOWN:

@@ -94,9 +94,7 @@ def _mistral(model: ModelConfig) -> Json:
 
 
 def _ministral(model: ModelConfig) -> Json:
-    """Return the keys of a Mistral; windows in some layers are listed, which makes it a Ministral
-    for AutoConfig.
-    """
+    """Return the keys of a Mistral, or for windows in some layers those of a Ministral."""
     if model.window_attn_skip_freq is None:
         return _mistral(model)
     windows: Json = {"sliding_window": model.window_size}

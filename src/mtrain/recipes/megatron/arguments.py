@@ -40,9 +40,7 @@ class Arguments:
         self.unplaced: dict[str, Unplaced] = {}
         self.consulted: set[str] = set()
         self.notes: list[str] = []
-        """Differences where a flag is left out: it means something in Megatron-LM that mtrain
-        cannot express.
-        """
+        """Differences of an absent flag that mtrain cannot express."""
         self.loose: list[Unread] = []
         """Words that may hold any flag, or none."""
         self.maybe: dict[str, Unread] = {}
@@ -61,7 +59,8 @@ class Arguments:
                 and (isinstance(word, str) or "=" in start)
             ):
                 name, equals, value = start.partition("=")
-                current = self.flags[name] = []
+                current = []
+                self.flags[name] = current
                 if isinstance(word, Unread):
                     current.append(Unread((value, *word.pieces[1:]) if value else word.pieces[1:]))
                 elif equals:
@@ -302,13 +301,13 @@ def one(
 ) -> Entry:
     """Return a flag with one value.
 
-    `absent` is the meaning of leaving it out: a value, or a function of other keys. `words` are the
-    flag's own words for ours, `none` the values that stand for null, `also` other spellings of the
-    flag. With `always` it is written even if leaving it out means the same.
+    `absent` is the meaning of leaving it out: a value, or a function of other keys. `words` maps
+    the flag's words to mtrain's, `none` lists the values that mean null, `also` other spellings of
+    the flag. With `always` it is written even if leaving it out means the same.
     """
     means: Absent = absent if callable(absent) else lambda values: absent
     kind = kind_of(key)
-    # read from the flag's words to ours, and written the other way
+    # read from the flag's words to mtrain's, and written the other way
     translations = dict(words or {})
 
     def read(arguments: Arguments, draft: Draft) -> Draft:

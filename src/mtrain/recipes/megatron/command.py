@@ -74,7 +74,7 @@ class TrainingCommand:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A command of a script that may be the one that trains."""
+    """A command of a script that may train."""
 
     call: Call
     known_flags: int
@@ -87,7 +87,7 @@ class _Candidate:
 
 
 def training_command(script: Script, source: str) -> TrainingCommand:
-    """Return the command with the most known flags, of those that train a GPT or a BERT.
+    """Return the command with the most known flags among those that train a GPT or a BERT.
 
     Raises:
         ConfigError: no command trains, or the commands train other models.

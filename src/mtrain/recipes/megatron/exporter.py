@@ -80,9 +80,7 @@ def export_script(run: RunConfig, by_steps: RunConfig | None = None) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Return a word quoted for a shell; characters that a terminal would obey, or that end a line,
-    as escapes of bash.
-    """
+    """Return a word quoted for a shell, with odd characters as escapes of bash."""
     if word.isprintable():
         return shlex.quote(word)
     plain = (c.isprintable() and c not in "'\\" for c in word)
@@ -94,10 +92,8 @@ def _quoted(word: str) -> str:
 
 
 def leftover_keys(run: RunConfig, text: str) -> list[str]:
-    """Return the keys, with values, that complete the flags in `text` to the configuration they
-    were written from.
-    """
-    # what reading gives back is what a user gets
+    """Return the values that complete the flags in `text` to their configuration."""
+    # a user gets the result of reading it back
     back = import_texts([(text, "export")], "imported").run
     per_node = back.cluster.devices_per_node
     derived = back.parallel.ranks is None and per_node == run.cluster.devices_per_node

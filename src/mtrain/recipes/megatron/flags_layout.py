@@ -23,7 +23,7 @@ FIRST = "--decoder-first-pipeline-num-layers"
 LAST = "--decoder-last-pipeline-num-layers"
 PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 PER_RANK = "--num-virtual-stages-per-pipeline-rank"
-# megatron-core's word -> ours
+# megatron-core's word -> mtrain's
 COMM = {"allgather": "all_gather"}
 
 

@@ -241,9 +241,7 @@ def _single(flag: str, key: str, absent: Any) -> Entry:
 
 
 def _group_score(arguments: Arguments, draft: Draft) -> Draft:
-    """Return how many best scores Megatron-LM sums per group: the experts that a token takes from
-    each of its groups.
-    """
+    """Return how many best scores Megatron-LM sums per group: the experts of a token in it."""
     groups = draft.get("model.moe.router_num_groups")
     taken = draft.get("model.moe.router_group_topk")
     key = "model.moe.router_group_score_topk"
@@ -276,7 +274,7 @@ def _is_rotary(values: Values) -> bool:
 def _without_rotary(arguments: Arguments, draft: Draft) -> Draft:
     flag = "--no-rope-freq"
     text = arguments.word("--no-rope-freq")
-    # scripts write both for no such layers
+    # scripts write both for the absence of such layers
     if text is None or text in ("0", "None"):
         return {"model.no_rope_freq": None}
     if not _is_rotary(draft):
@@ -452,7 +450,7 @@ def bert_keys(arguments: Arguments, draft: Draft, left: dict[str, str]) -> Draft
 
 
 def bert_words(run: RunConfig) -> list[list[str]]:
-    """Return the program's flags for a BERT of its own; empty for any other model."""
+    """Return the program's own flags for a BERT; empty for any other model."""
     bert: Any = run.model.bert
     if not is_megatrons(run):
         return []

@@ -26,7 +26,7 @@ STYLES = {
     for name, curve in SCHEDULES.items()
     if curve.megatron_name not in (None, name)
 }
-"""Megatron-LM's word for a curve -> ours, where they differ."""
+"""Megatron-LM's word for a curve -> mtrain's, if they differ."""
 
 
 def _warmup(arguments: Arguments, draft: Draft) -> Draft:
@@ -137,7 +137,7 @@ def _offload_words(values: Values) -> list[str]:
 WORDS = {
     spec.megatron_name: name for name, spec in OPTIMIZERS.items() if spec.megatron_name is not None
 }
-"""Megatron-LM's word for an optimizer -> ours."""
+"""Megatron-LM's word for an optimizer -> mtrain's."""
 
 
 def _name(arguments: Arguments, draft: Draft) -> Draft:

@@ -115,9 +115,7 @@ def _split_words(values: Values) -> list[str]:
 
 
 def _tokens(arguments: Arguments, draft: Draft) -> Draft:
-    """Return the tokenizer and the vocabulary, which Megatron-LM pads to a multiple of
-    `make-vocab-size-divisible-by` * tp.
-    """
+    """Return tokenizer and vocabulary, padded as by `make-vocab-size-divisible-by` * tp."""
     kind = arguments.word("--tokenizer-type")
     model = arguments.word("--tokenizer-model")
     out: Draft = {"data.tokenizer": None}
@@ -467,9 +465,7 @@ _MODELS: tuple[tuple[str, int, str], ...] = (
     (r"falcon-(7|40)b", 65024, "tokenizer.json of Falcon"),
     (r"yi-(6|9|34)b", 64000, "tokenizer.model of Yi"),
 )
-"""Pattern of a model's name on Hugging Face -> ids (the `len` of its tokenizer, as Megatron-LM
-takes it), and the source.
-"""
+"""Pattern of a model's name -> ids (its tokenizer's `len`), and the source."""
 _EXTENDED = re.compile("chinese|japanese|korean|arabic|vocab|extend|expand")
 """Words in the names of models that were trained further with a larger tokenizer."""
 # a name begins a part of a path: `my-llama-3` counts, `xllama-3` does not

@@ -269,15 +269,13 @@ def _vocabulary(draft: Draft, notes: list[str], extra: Sequence[str], left: dict
 
 
 def _padding(run: UnresolvedRun, exported: Draft, notes: list[str]) -> UnresolvedRun:
-    """Set the mask of padded ids: Megatron-LM's softmax is over the padded vocabulary, so it
-    matters only with padding.
-    """
+    """Set the mask of padded ids: Megatron-LM's softmax includes the padding."""
     key = "model.mask_padded_vocab"
     m = run.model
     if key in exported:
         return run
     if m.vocab_size == m.padded_vocab_size:
-        # true is the default: a recipe does not mention what changes nothing
+        # true is the default, which a recipe does not repeat
         return run.model_copy(update={"model": m.model_copy(update={"mask_padded_vocab": True})})
     if not m.mask_padded_vocab:
         notes.append(f"{m.padding_in_words}, as in Megatron-LM; {key}=true masks it")

@@ -176,17 +176,13 @@ def _gpus(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int
 
 
 def _tasks_of_a_node(given: Mapping[str, str], nodes: int | None, tasks: int | None) -> int | None:
-    """Return the tasks of a machine; None for one task that may start a process for each of an
-    unknown number of GPUs.
-    """
+    """Return the tasks of a machine; None for one task that starts a process for each GPU."""
     count = _first(given, [_PER_NODE]) or _share(tasks, nodes)
     return None if count == 1 and not given.keys().isdisjoint(_GPUS) else count
 
 
 def _of_mpi(own_options: Mapping[str, str]) -> dict[str, str]:
-    """Return options of MPI under the names that other launchers use: MPI's `-N` counts the
-    processes of a machine.
-    """
+    """Return options of MPI by the names of other launchers: its `-N` counts processes."""
     names = {"--ntasks": "--np", "--nodes": "--npernode"}
     out = {names.get(flag, flag): value for flag, value in own_options.items()}
     # `--map-by ppr:8:node` of Open MPI

@@ -32,9 +32,7 @@ WRITTEN: tuple[Entry, ...] = (
 
 @cache
 def table() -> tuple[Entry, ...]:
-    """Return every entry, in the order of the schema: WRITTEN, and one for each key whose schema
-    names its flag.
-    """
+    """Return every entry in the order of the schema: WRITTEN, and those of keys with a flag."""
     taken = {key for entry in WRITTEN for key in entry.keys}
     declared = [
         of_schema(key, flag)

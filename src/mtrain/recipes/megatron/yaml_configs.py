@@ -34,7 +34,7 @@ _NAMED = {
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
 """Arguments of `--yaml-cfg` whose flag has another name."""
-# here true is what sets the flag
+# here true sets the flag
 _TRUE = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
 # flags that turn an argument off
 _FALSE = {"add_bias_linear": "--disable-bias-linear", "fp8_wgrad": "--no-fp8-wgrad"}
@@ -87,7 +87,7 @@ def import_yaml(texts: Sequence[tuple[str, str]], name: str, extra: Sequence[str
         notes += [
             f"{key} is for another run than the first, and is not read"
             for key in values
-            if _later(key)
+            if isinstance(key, str) and key.startswith("MODEL_ARGS_")
         ]
     else:
         words = list(_of_arguments(values))
@@ -123,10 +123,6 @@ def is_yaml(text: str) -> bool:
     )
 
 
-def _later(key: object) -> bool:
-    return isinstance(key, str) and key.startswith("MODEL_ARGS_")
-
-
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -159,7 +155,7 @@ def _of_arguments(values: Mapping[str, Any]) -> Iterator[str]:
     for section in _SECTIONS:
         flat |= _mapping(values.get(section))
     gated = flat.pop("gated_linear_unit", False)
-    # swiglu already says that the unit is gated
+    # swiglu already implies a gate
     if gated is True and flat.get("activation_func") != "swiglu":
         yield "--gated-linear-unit"
     if flat.get("num_query_groups") and not flat.get("group_query_attention"):

@@ -1,6 +1,4 @@
-"""Integers from text, without running it: `$(( ))` of a shell, and the list expressions of
-`--moe-layer-freq`.
-"""
+"""Integers from text, for `$(( ))` of a shell and the lists of `--moe-layer-freq`."""
 
 from __future__ import annotations
 

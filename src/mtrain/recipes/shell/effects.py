@@ -197,9 +197,7 @@ class Effects(Expander):
     def either(
         self, name: str, choices: Sequence[list[Value] | Gap | None], why: str
     ) -> list[Value] | Gap:
-        """Return one of several values of a variable: their common beginning, and a gap with the
-        words that some add.
-        """
+        """Return one of several values: their common beginning, and a gap with added words."""
         if any(isinstance(one, Gap) and one.words is None for one in choices):
             return self.gap(f"${name}", why)
         values = [_items(one) for one in choices]
@@ -270,9 +268,7 @@ def _naming(command: str, words: Sequence[Raw]) -> list[Raw]:
 
 
 def _computed_name(raw: Raw) -> bool:
-    """Return whether the name in a word is computed, as in `$1` or `"$1=$2"`, and not as in `A`,
-    `"A=$2"` or `A[$1]`.
-    """
+    """Return whether the name in a word is computed, as in `$1` or `"$1=$2"`, not in `A[$1]`."""
     first = raw.parts[0] if raw.parts else None
     if first is None or all(part.kind == "text" for part in raw.parts):
         return False

@@ -116,7 +116,7 @@ class Expander:
         return Gap(" ".join(text.split()), self.where, " ".join(why.split()), absent, words)
 
     def stand_in(self, gap: Gap) -> str:
-        """Return a variable that stands for a gap in a text that is parsed again."""
+        """Return a variable in place of a gap, for a text that is parsed again."""
         name = f"unread_{len(self.stand_ins)}_"
         self.stand_ins[name] = gap.text
         self.state.variables[name] = [(gap,)]
@@ -152,9 +152,7 @@ class Expander:
         return tuple(out)
 
     def expand(self, raw: Raw) -> list[Word]:
-        """Return the words that a word becomes: none for an empty variable, several for an array or
-        an unquoted list.
-        """
+        """Return the words of a word: none, or several of an array or unquoted list."""
         if has_braces(raw):
             several = word_of(self.joined(raw.parts))
             return [Unread((self.gap(shown(several), "names several words in braces"),))]
@@ -179,7 +177,8 @@ class Expander:
                 if "@" in part.text and not items and current == [""]:
                     current = None  # "$@" without arguments is no word
                 pieces = [list(item) for item in items]
-                before = after = False
+                before = False
+                after = False
             else:
                 before, pieces, after = self._split(items)
                 loose = loose or any(

@@ -158,9 +158,7 @@ class Lexer:
             raise self.bad('a " does not close')
 
     def balanced(self, opening: str, closing: str) -> str:
-        """Return the text up to the closing bracket, and pass over it; brackets in quotes and
-        comments do not count.
-        """
+        """Return the text up to the closing bracket outside quotes and comments, and pass it."""
         start = self.at
         depth = 0
         while self.at < len(self.text):

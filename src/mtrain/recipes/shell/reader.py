@@ -376,7 +376,7 @@ class _Reader(Effects):
             elsewhere = False
         else:
             elsewhere = self.state.moved and not os.path.isabs(path)
-        # the file that lies there now is not the one that the script writes
+        # the script overwrites the present file
         made = os.path.basename(path) in self.written
         if path and not elsewhere and not made and len(self.calls) < MAX_CALLS:
             reads = self.opener
@@ -426,9 +426,7 @@ class _Reader(Effects):
             self.forget_all(f"may be set by eval (line {node.line})")
 
     def parsed(self, words: Sequence[Word]) -> list[Node] | None:
-        """Return the statements of a text made of words, with a variable for each gap; None if it
-        cannot be parsed.
-        """
+        """Return the statements of words, with a variable for each gap; None if unparsable."""
         text = " ".join(
             "".join(self.stand_in(p) if isinstance(p, Gap) else p for p in pieces_of(word))
             for word in words
@@ -502,8 +500,8 @@ def inner_text(words: list[Word]) -> tuple[list[Word], list[Word]] | None:
 
 
 def with_input(words: list[Word], gap: Gap) -> list[Word]:
-    """Return the words of a command; for `xargs` and `parallel`, a gap stands for the words that
-    they read.
+    """Return the words of a command; for `xargs` and `parallel`, a gap replaces the words that they
+    read.
 
     `parallel` also reads the words after `:::`.
     """

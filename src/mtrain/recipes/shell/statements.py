@@ -226,7 +226,7 @@ class _Parser(Lexer):
             parts.append(self.command())
         if len(parts) == 1:
             return parts[0]
-        # each part of a pipeline has a subshell of its own
+        # each part of a pipeline has its own subshell
         return [Group(self.line, part, True) for part in parts]
 
     def command(self) -> list[Node]:

@@ -8,9 +8,7 @@ from math import isfinite
 from typing import Any
 
 Line = Mapping[str, Any]
-"""The numbers of a step, an evaluation or a memory sample, by their names in `metrics.jsonl` and
-`events/`.
-"""
+"""The numbers of a step, an evaluation or a memory sample, named as in `metrics.jsonl`."""
 REST = 100
 """Lines without its condition after which an alert may come a second time."""
 LONGEST_REST = 1600

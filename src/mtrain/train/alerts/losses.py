@@ -107,9 +107,7 @@ class Spike(Detector):
     def __init__(
         self, key: str, words: str, alone: Excess, repeated: Excess, *, logarithms: bool = False
     ) -> None:
-        """Read `key` of lines; `logarithms`: compare ratios, for values above 0 with a wide
-        range.
-        """
+        """Read `key` of lines; `logarithms`: compare ratios, for positive values of wide range."""
         self.name = f"{key}_spike"
         self.key = key
         self.words = words
@@ -335,9 +333,7 @@ def _joined(values: list[float]) -> list[float]:
 
 
 def _fall(values: list[float]) -> tuple[float, float]:
-    """Return by how much a line through values falls from the first to the last one, and the
-    standard error of that.
-    """
+    """Return the fall of a line through values from first to last, and its standard error."""
     count = len(values)
     if count < 3:
         return 0.0, math.inf

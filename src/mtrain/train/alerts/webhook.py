@@ -13,9 +13,7 @@ from mtrain import strict_json
 from mtrain.errors import warn
 
 VARIABLE = "MTRAIN_WEBHOOK"
-"""The environment variable with the URL. The URL is a secret of many services, so no message, file
-or event has it.
-"""
+"""The environment variable with the URL, a secret of many services that nothing prints."""
 MOST_HELD = 100
 """Alerts that wait for a slow server; further ones are not sent."""
 TIMEOUT_S = 10.0

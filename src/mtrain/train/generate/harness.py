@@ -1,6 +1,4 @@
-"""Tasks of lm-evaluation-harness for a model in any layout: every rank makes the same requests in
-the same order.
-"""
+"""Tasks of lm-evaluation-harness in any layout: all ranks make the same requests in order."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def answer(
 
 
 def results(model: Model, questions: Questions) -> dict[str, Any]:
-    """Return the results of lm-evaluation-harness; a task that ends in .yaml is a file, which runs
-    no code.
-    """
+    """Return lm-evaluation-harness's results; a task ending in .yaml is a file without code."""
     try:
         tasks = [
             yaml.safe_load(Path(name).read_text()) if name.endswith((".yaml", ".yml")) else name

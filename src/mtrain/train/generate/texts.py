@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def continued(sampler: Sampler, tokenizer: Tokenizer, request: Request) -> list[Written]:
-    """Return the text after each prompt, in their order; prompts of similar length are computed
-    together.
-    """
+    """Return the texts after prompts, in order; prompts of similar length run together."""
     prompts = [encoded(tokenizer, prompt) for prompt in request.prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     rows = request.rows if sampler.independent else 1
@@ -52,9 +50,7 @@ def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def endings(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], str]:
-    """Return a function from the tokens added so far to the ending that they cause: see
-    `Sampler.continued`.
-    """
+    """Return a function from the added tokens to their ending: see `Sampler.continued`."""
     ends = ends_of(tokenizer)
     # a token has at least a byte of text, and the first of a few may lose its space
     span = max((len(text.encode()) for text in stop), default=0) + 4

@@ -164,9 +164,7 @@ class Exports(Hook):
         Meeting(world.store, world.rank, world.size, limit_s + SLACK_S).barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of checkpoints, the one that is being saved included, and the steps
-        that are not exported yet.
-        """
+        """Return the number of checkpoints, the current save included, and the steps to export."""
         waiting = [folder.step_of(one.checkpoint) for one in self.queue]
         return {"committed": self.number + 1, "waiting": waiting}
 

@@ -67,9 +67,7 @@ class Metrics(Hook):
         self.step = 0
 
     def start(self, context: TrainContext) -> None:
-        """Open the files; after a resume, `metrics.jsonl` without the lines of steps that are made
-        again.
-        """
+        """Open the files; after a resume, `metrics.jsonl` loses the lines of repeated steps."""
         if not context.world.is_rank0:
             return
         self.step = context.state.step
@@ -143,9 +141,7 @@ class Metrics(Hook):
         self.end = {"how": how, "why": reason(error)}
 
     def owes(self, step: int, name: str) -> bool:
-        """Return whether a resumed run made a step and did not evaluate after it; only rank 0
-        knows.
-        """
+        """Return whether a resumed run made a step without evaluation; only rank 0 knows."""
         return (step, "lr") in self.known and (step, f"{name}_loss") not in self.known
 
     def close(self) -> None:

@@ -73,9 +73,7 @@ class ByTime:
         self._last = dict.fromkeys(self._every, self._clock())
 
     def due_on(self, rank: int) -> int:
-        """Return this rank's requests with its next step: only rank 0 requests anything, except for
-        a save that failed.
-        """
+        """Return this rank's requests with its next step: rank 0's, or a failed save's."""
         # Clocks of ranks differ: if each had a say, a step could be due for half of them.
         if rank:
             return self.saving & FAILED

@@ -35,9 +35,7 @@ OWNERS = ("pre_process", "post_process", "mtp_process")
 
 
 class Documents(NamedTuple):
-    """The documents of a packed micro-batch, as the host knows them: asking the device would hold
-    it up.
-    """
+    """The documents of a packed micro-batch on the host, as asking the device would wait."""
 
     bounds: list[int]
     """The first token of each, and the end of the last."""
@@ -64,9 +62,7 @@ def needs_of(run: RunConfig, chunks: Sequence[Any], *, padded: bool) -> Needs:
 
 
 def counts_tokens(run: RunConfig) -> bool:
-    """Return whether layers count tokens: routers of experts, and the indexers of
-    sparse attention.
-    """
+    """Return whether layers count tokens: routers of experts, and sparse attention's indexers."""
     return run.model.moe is not None or run.model.dsa is not None
 
 
@@ -106,9 +102,7 @@ class BatchPrefetcher:
         return batches
 
     def read_for(self, dp_rank: int, consumed: int, size: int) -> list[Batch]:
-        """Return the micro-batches of another data-parallel rank, on this rank's device; nothing
-        is read ahead.
-        """
+        """Return another data-parallel rank's micro-batches on this device, not ahead."""
         ready = _Ready(self._data.of_rank(dp_rank), self._world, self._needs, None)
         batches, _ = ready((consumed, size))
         return [_copied(batch, self._world) for batch in batches]
@@ -146,9 +140,7 @@ class _Ready:
 
 
 def to_device(batch: Batch, world: World) -> Batch:
-    """Return a micro-batch on this rank's device, split to this rank's part of the sequence under
-    context parallelism.
-    """
+    """Return a micro-batch on this rank's device, cut to its part under context parallelism."""
     batch = _measured(batch)
     return _copied(_part_of_context(batch, world) if world.grid.cp > 1 else batch, world)
 
@@ -215,9 +207,7 @@ class Slot:
 
 
 class Ring:
-    """Slots for the steps that are read ahead, one that is taken, and one whose copy may be under
-    way.
-    """
+    """Slots for the steps read ahead, one in use, and one whose copy may be under way."""
 
     def __init__(self, device: Device, slots: int) -> None:
         self._device = device
@@ -232,9 +222,7 @@ class Ring:
         return cls(device, prefetch + 2) if device.pin_memory else None
 
     def put(self, batches: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Slot]:
-        """Return the micro-batches with their tensors in the next slot, once the device has read
-        what was there.
-        """
+        """Return the micro-batches with tensors in the next slot, after the device has read it."""
         self._turn = (self._turn + 1) % len(self._slots)
         slot = self._slots[self._turn]
         if slot.copied is not None:

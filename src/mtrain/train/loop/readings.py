@@ -170,7 +170,8 @@ class Board:
             before.read()
         row = self._rows[self._turn][: len(values)]
         row.copy_(values, non_blocking=True)
-        reading = self._last[self._turn] = Reading(row, self.device.event())
+        reading = Reading(row, self.device.event())
+        self._last[self._turn] = reading
         return reading
 
 

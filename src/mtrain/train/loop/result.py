@@ -23,9 +23,7 @@ class StepResult:
     lr: float
     """The rate that the update had, or would have had."""
     updated: bool
-    """False where the update was skipped: an overflow in fp16, or a norm above
-    `optim.skip_above_grad_norm`.
-    """
+    """False if the update was skipped: an fp16 overflow, or above `optim.skip_above_grad_norm`."""
     skipped_updates: int
     """Updates skipped in a row, up to this step."""
     loss_scale: float | None

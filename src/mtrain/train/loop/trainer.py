@@ -15,9 +15,7 @@ from mtrain.train.loop.result import Launched, StepResult, step_record
 from mtrain.train.loop.step import launch_step, train_step
 
 FIRST_STEPS = 3
-"""Steps of a process that may wait for the device whatever `trainer.sync_debug` says: they compile
-kernels.
-"""
+"""Steps that may wait for the device despite `trainer.sync_debug`: they compile kernels."""
 MOST_BEHIND = 256
 """Steps after which results are read in any case: each holds a few events of the device."""
 AGREE_S = 5.0
@@ -90,7 +88,8 @@ class Trainer:
                 with sync_checks(context.world.device, mode):
                     self.launched.append(make(context, stop_requested=context.stop_requested))
             except Stopped:
-                context.stops = stopped = True
+                context.stops = True
+                stopped = True
                 self._report()
                 break
             made += 1
@@ -132,9 +131,7 @@ class Trainer:
         return bool(self.context.by_time.now) or any(steps and step % steps == 0 for steps in every)
 
     def _stop_requested(self) -> bool:
-        """Return whether any rank got a request to stop, the same on every rank; all ranks call it
-        together.
-        """
+        """Return whether any rank got a request to stop, alike on every rank; a collective."""
         context = self.context
         if context.state.step >= context.run.trainer.steps:
             return False
@@ -166,9 +163,7 @@ class Trainer:
             raise fault
 
     def _failed_everywhere(self, error: BaseException) -> bool:
-        """Return whether every rank is between the same two steps with an error of a hook, and the
-        state is worth saving.
-        """
+        """Return whether all ranks are between the same steps with a hook's error, worth a save."""
         if not self.between_steps or not isinstance(error, Exception):
             return False
         # An error of mtrain's own (damage, a stop) says that the state should not be saved.
@@ -197,9 +192,7 @@ def due_after(steps: Iterable[Launched | StepResult]) -> int:
 
 
 def check_finite(result: StepResult) -> None:
-    """Raise TrainingError where a step's loss, or the gradient of a step that was taken, is not a
-    number.
-    """
+    """Raise TrainingError if a step's loss, or a taken step's gradient, is not a number."""
     found = {"loss": result.loss}
     if result.updated:
         found["gradient norm"] = result.grad_norm
@@ -213,9 +206,7 @@ def check_finite(result: StepResult) -> None:
 
 
 def check_updates(result: StepResult, run: RunConfig) -> None:
-    """Raise TrainingError where fp16 skipped too many updates in a row and its loss scale cannot
-    fall any more.
-    """
+    """Raise TrainingError if fp16 skipped too many updates and its loss scale cannot fall."""
     p = run.precision
     skipped = result.skipped_updates
     if result.loss_scale is None or result.loss_scale_may_fall:

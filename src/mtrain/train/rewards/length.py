@@ -1,6 +1,4 @@
-"""The length of an answer, as in DAPO's soft punishment of long ones (arXiv:2503.14476, equation
-13), with 1 added.
-"""
+"""The length of an answer, as in DAPO's soft punishment (arXiv:2503.14476, equation 13), plus 1."""
 
 from __future__ import annotations
 

@@ -164,9 +164,7 @@ def _excess(event: Event) -> float:
 
 
 def gain(event: Event) -> float:
-    """Return the logarithm of the size of an output over that of its input; not finite where one of
-    them is 0.
-    """
+    """Return the logarithm of an output's size over its input's; not finite if one is 0."""
     size = event.output["rms"]
     given = event.input.get("rms", 1.0)
     if not (size > 0 and given > 0):

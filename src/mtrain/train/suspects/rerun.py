@@ -178,9 +178,7 @@ class Suspects:
         return second.reports
 
     def _anomaly(self, context: TrainContext, reports: Sequence[torch.Tensor]) -> str:
-        """Return which number of the step is no usual one, in words; "" if none is. The same on
-        every rank.
-        """
+        """Return the step's unusual number in words, or "", the same on every rank."""
         row = summed_report(context.world, context.table, reports, {})
         scale = (loss_scale(context.state.optimizer) or (None,))[0]
         values = {

@@ -80,9 +80,7 @@ class Tracing:
         self.tracer.relations.learn()
 
     def settled(self, anomaly: str) -> str:
-        """Keep a traced step as a reference if it is healthy; return its anomaly, "" if it has
-        none.
-        """
+        """Keep a healthy traced step as a reference; return its anomaly, or ""."""
         self.first = self.found()
         if self.first is None and not anomaly:
             self._learn()
@@ -100,9 +98,7 @@ class Tracing:
         return self.reported >= MOST_REPORTS
 
     def found(self) -> dict[str, Any] | None:
-        """Return the first abnormal output of all ranks in what was traced last; the same on every
-        rank.
-        """
+        """Return all ranks' first abnormal output in the last trace, alike on every rank."""
         world = self.context.world
         finding = self.healthy.first_abnormal(self.events)
         own = None if finding is None else facts(finding, world.rank)
@@ -162,9 +158,7 @@ def words(finding: dict[str, Any]) -> str:
 
 
 def worst_micro_batch(context: TrainContext, reports: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the rank and the number of the micro-batch with the largest loss of a step, the same
-    on every rank.
-    """
+    """Return the rank and micro-batch with the largest loss of a step, alike on all ranks."""
     world = context.world
     place = context.table.place("loss")
     losses = [float(report[place]) for report in reports]

@@ -67,9 +67,7 @@ class Recorder:
 
 
 class _Chunk:
-    """The hooks of one chunk, which know the micro-batch that runs and which of the step's tokens
-    it has.
-    """
+    """The hooks of one chunk, which know the running micro-batch and its tokens."""
 
     def __init__(self, recorder: Recorder, root: Any) -> None:
         self.recorder = recorder
@@ -216,9 +214,7 @@ class _Chunk:
         *,
         backward: bool = True,
     ) -> Any:
-        """Keep a tensor, and its gradient once that is known; returns what is to be used in its
-        place.
-        """
+        """Keep a tensor, and later its gradient; return the tensor to use in its place."""
         if not torch.is_tensor(x) or not x.is_floating_point() or isinstance(x, torch.nn.Parameter):
             return x
         if (
@@ -247,9 +243,7 @@ class _Chunk:
         return marked
 
     def _places_of(self, x: torch.Tensor) -> list[int] | None:
-        """Return the place of each row of `_by_token`; [] of a scalar; None of a tensor whose axes
-        count something else.
-        """
+        """Return the place of each row of `_by_token`; [] of a scalar; None with other axes."""
         if not x.dim():
             return []
         assert self.places is not None

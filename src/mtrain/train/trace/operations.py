@@ -1,6 +1,4 @@
-"""The list of operations of a step: by module, what was computed on which shapes, how often, and
-its FLOPs.
-"""
+"""A step's operations: by module, their shapes, counts and FLOPs."""
 
 from __future__ import annotations
 
@@ -52,15 +50,15 @@ class Operations:
         """Count an operation, unless it is a view."""
         skipped = self._skipped.get(func)
         if skipped is None:
-            skipped = self._skipped[func] = (
-                func.is_view or func.namespace == "prim" or func._opname in _NOTHING
-            )
+            skipped = func.is_view or func.namespace == "prim" or func._opname in _NOTHING
+            self._skipped[func] = skipped
         if skipped:
             return
         place = self._modules.get(module)
         if place is None:
             # Layers of a model are alike: their operations are one row of the table.
-            place = self._modules[module] = _INDEX.sub("*", module)
+            place = _INDEX.sub("*", module)
+            self._modules[module] = place
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         key = phase, place, func._overloadpacket._qualified_op_name, shapes, _dtype(tensors, out)
         count = self._counts.get(key, 0)
@@ -112,7 +110,5 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Return the FLOPs of attention to every key: an addition and a multiplication for each pair in
-    both GEMMs.
-    """
+    """Return the FLOPs of attention to every key: two for each pair in both GEMMs."""
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3])

@@ -35,8 +35,7 @@ PARTS = ("weights", "gradients", "optimizer", "other", "activations", "recompute
 HOST = "host"
 """A part that is not in the memory of the device."""
 MOST_REAL = 1 << 22
-"""Elements up to which small numbers, such as counts of tokens, are computed and not only shaped.
-"""
+"""Elements up to which small tensors, such as counts, are computed, not only shaped."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +143,7 @@ class Recorder(TorchDispatchMode):
                 self._move(life, part)
 
     def settle(self) -> None:
-        """Count storages without a part as `other`, which existed before the step; reset the peak
-        and the operations.
-        """
+        """Count storages without a part as `other`, from before; reset peak and operations."""
         for life in self.live.values():
             if life.part == "temporary":
                 self._move(life, "other")
@@ -348,9 +345,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def collective(func: Any, args: Any) -> Any:
-    """Return the result of a call of a process group: the tensors that it would have filled, and
-    finished work.
-    """
+    """Return a process group call's result: tensors it would have filled, and finished work."""
     outs = [
         FakeWork().boxed() if "Work" in str(one.type) else args[0] for one in func._schema.returns
     ]
@@ -358,9 +353,7 @@ def collective(func: Any, args: Any) -> Any:
 
 
 def _answer(tensor: Tensor) -> Any:
-    """Return a stand-in for an unknown number: norms are 0, so nothing is clipped and no update
-    skipped; counts are 1.
-    """
+    """Return a stand-in for an unknown number: norms are 0, so nothing is clipped or skipped."""
     return 0.0 if tensor.dtype.is_floating_point else tensor.dtype is torch.bool or 1
 
 

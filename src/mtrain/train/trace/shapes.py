@@ -96,9 +96,7 @@ class Shapes:
         return lambda args, kwargs: kind(make(*fact) for fact in facts)
 
     def _written(self, func: Any) -> _Made | None:
-        """Return the function of an operation that writes into an argument and returns it or
-        nothing.
-        """
+        """Return the function of an operation that writes into an argument it may return."""
         schema = func._schema
         if not schema.returns:
             return lambda args, kwargs: None
@@ -143,9 +141,7 @@ def _storages(values: Any) -> set[int]:
 
 
 def _kind(values: Any) -> Iterator[Any]:
-    """Yield what of the arguments determines the shapes of the result; numbers with their types,
-    which determine its type.
-    """
+    """Yield the arguments that determine the result's shapes; numbers with their types."""
     for one in values:
         if isinstance(one, Tensor):
             yield one.shape, one.stride(), one.dtype, one.storage_offset(), one.device

@@ -1,6 +1,4 @@
-"""Results of operations on tensors of `torch.device("meta")` that depend on their values, or leave
-their device.
-"""
+"""Results of operations on `torch.device("meta")` that depend on values or leave it."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def stand_in(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str | None, Any]:
-    """Return what is wrong with an operation in a CUDA graph, and its result if it has to be made
-    up, else NotImplemented.
-    """
+    """Return an operation's problem in a CUDA graph, and a made-up result, if any."""
     packet = func.overloadpacket
     given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     on_device = any(tensor.is_meta for tensor in given)

@@ -182,9 +182,7 @@ def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward)
 
 @contextmanager
 def _own_attributes(context: steps.TrainContext) -> Iterator[None]:
-    """Give weights their attributes back where gradients are added: a hook of autograd returns them
-    without.
-    """
+    """Return weights' attributes after gradients are added: autograd's hook drops them."""
     weights = {
         _place(weight): weight for chunk in context.state.chunks for weight in chunk.parameters()
     }

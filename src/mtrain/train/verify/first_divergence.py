@@ -34,13 +34,10 @@ Entry = tuple[dict[str, Any], dict[str, Any], np.ndarray]
 
 @dataclass(frozen=True)
 class Passed:
-    """One tensor that passes a module's border in one direction, all of its parts in
-    both layouts.
-    """
+    """One tensor that passes a module's border in one direction, whole in both layouts."""
 
     key: str
-    """Name of the module, with the number of the call where it is called again for the same tokens.
-    """
+    """Name of the module, with the number of a repeated call for the same tokens."""
     side: str
     way: str
     step: int
@@ -136,9 +133,7 @@ def _blamed(here: Passed, before: Passed | None) -> tuple[str, str]:
 
 
 def difference(one: list[Entry], many: list[Entry]) -> float:
-    """Return the largest difference of a token, relative to the size of a token; 0.0 where parts
-    cannot be compared.
-    """
+    """Return a token's largest difference, relative to its size; 0.0 if incomparable."""
     kind = one[0][1]
     if "experts" in kind:
         return _of_whole(_expert_sums(one), _expert_sums(many))
@@ -184,9 +179,7 @@ def _whole(entries: list[Entry]) -> tuple[np.ndarray, np.ndarray]:
 def _part(
     whole: np.ndarray, facts: dict[str, Any], event: dict[str, Any], values: np.ndarray
 ) -> np.ndarray | None:
-    """Return the part of a whole tensor that a rank holds; None where it is cut in a way that is
-    not known.
-    """
+    """Return a rank's part of a whole tensor; None if its cut is unknown."""
     places = event["places"]
     rows = event["rows"]
     if whole.ndim != values.ndim or len(places) != len(values):
@@ -208,9 +201,7 @@ def _part(
 
 
 def _expert_sums(entries: list[Entry]) -> np.ndarray | None:
-    """Return the sums over all rows of each expert [experts, features]; None if ranks hold other
-    features.
-    """
+    """Return the sums over each expert's rows [experts, features]; None if features differ."""
     facts, event, _ = entries[0]
     width = {values.shape[1:] for _, _, values in entries}
     # Ranks of expert tensor parallelism hold different features: their sums cannot be added.
@@ -235,9 +226,7 @@ def _of_whole(one: np.ndarray | None, many: np.ndarray | None) -> float:
 
 
 def _of_scalars(one: list[Entry], many: list[Entry]) -> float:
-    """Return the difference of sums over micro-batches; every tensor-parallel rank has all of its
-    own.
-    """
+    """Return the difference of sums over micro-batches; tensor-parallel ranks have all."""
     expected = sum(float(values) for _, _, values in one)
     sums: dict[int, float] = {}
     for facts, _, values in many:
@@ -249,9 +238,7 @@ def _of_scalars(one: list[Entry], many: list[Entry]) -> float:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Relative errors that are rounding: of a token in a module, of the loss, the gradient, its
-    norm, and weights.
-    """
+    """Relative errors that are rounding: of tokens, the loss, gradients, norms and weights."""
 
     module: float
     loss: float
@@ -392,9 +379,7 @@ def _in_weights(
 def _in_norm(
     gradients: Mapping[str, torch.Tensor], one: float, many: float | None, step: int
 ) -> Difference:
-    """Return the kind of weight whose gradients a wrong norm does not count once, if one kind
-    explains the difference.
-    """
+    """Return the one kind of weight whose miscounted gradients explain a wrong norm, if any."""
     if many is None:
         return Difference("gradient norm", "it is no number", NORM, step, math.inf)
     squares: dict[str, float] = {}

@@ -249,9 +249,7 @@ def _of_tensors(
 
 
 def is_weight(key: str) -> bool:
-    """Return whether a key is of a weight or its gradient: not of the optimizer or of a
-    router's counters.
-    """
+    """Return whether a key is a weight's or gradient's: not the optimizer's or a counter's."""
     return key.startswith(MODEL) and "tokens_per_expert" not in key
 
 
@@ -321,9 +319,7 @@ def _parted(
 
 
 def _inside(further: torch.Tensor) -> torch.Tensor:
-    """Return the weights of further tokens [1, length, depths] without predictions of tokens after
-    the document.
-    """
+    """Return the weights of further tokens [1, length, depths], none after the document."""
     length, depths = further.shape[1:]
     left = length - 1 - torch.arange(length)
     return further * (left[:, None] >= torch.arange(1, depths + 1))
@@ -331,9 +327,7 @@ def _inside(further: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Observed:
-    """A document of the first global batch, by its tokens `start` to `stop` of all samples end to
-    end.
-    """
+    """A document of the first global batch: its tokens `start` to `stop` of joined samples."""
 
     number: int
     sample: int
@@ -342,9 +336,7 @@ class Observed:
 
 
 def observed(data: GlobalBatches, size: int) -> list[Observed]:
-    """Return a few documents of the first `size` samples that have a loss, the longer half, the
-    same on every rank.
-    """
+    """Return a few documents with a loss of the first `size` samples, alike on every rank."""
     # As on one rank with one micro-batch: places of tokens must not depend on the layout.
     batches = GlobalBatches(data.samples, size, size, 0, 1, data.collator, data.limit)
     whole = batches.microbatches(0)[0]
@@ -370,9 +362,7 @@ def observed(data: GlobalBatches, size: int) -> list[Observed]:
 
 
 def only(document: Observed, data: GlobalBatches, size: int) -> list[Batch]:
-    """Return this rank's micro-batches of the first step, in which only the loss of one document
-    counts.
-    """
+    """Return this rank's micro-batches of the first step, with one document's loss only."""
     batches = data.microbatches(0, size)
     numbers = data.numbers(0, size)
     for batch, rows in zip(batches, numbers, strict=True):
