@@ -85,6 +85,11 @@ def test_tune_best_is_best_of_all(memory: float) -> None:
     assert [layout.seconds for layout in got.best] == sorted(layout.seconds for layout in got.best)
 
 
+def test_tune_layout_of_small_model_needs_few_plans() -> None:
+    """Hold the seconds between steps in every bound: without them 29 layouts would be planned."""
+    assert found("model=llama_tiny cluster=gb200x4", number=1)[0].planned < 20
+
+
 def fitting(
     words: str, said: Mapping[str, Any]
 ) -> Iterator[tuple[Costs, RunConfig, tuple[Change, ...]]]:
