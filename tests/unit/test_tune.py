@@ -8,8 +8,6 @@ import errno
 import json
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -37,7 +35,6 @@ from mtrain.plan.tune.search import Found, Task
 from mtrain.plan.tune.space import AXES, Change, Space, balanced, changed
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
-from tests.support.patience import patient
 from tests.support.tables import tables
 
 TABLES = tables("tune")
@@ -279,19 +276,6 @@ def test_tune_recipe_comment_equals_result(
         assert run.parallel == best.parallel
         assert run.trainer == best.trainer
         assert run.optim == best.optim
-
-
-def test_tune_imports_no_torch() -> None:
-    words = [*FEW.split(), "cluster.devices_per_node=2", "trainer.global_batch_size=4"]
-    code = (
-        "import sys\nfrom mtrain.cli.main import main\n"
-        f"codes = [main([verb, *{words!r}]) for verb in ('plan', 'tune')]\n"
-        "print(codes, sorted(m for m in ('torch', 'megatron') if m in sys.modules))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120)
-    )
-    assert done.stdout.splitlines()[-1] == "[0, 0] []"
 
 
 def test_tune_one_device() -> None:
