@@ -63,7 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from looking through every imported module again and again."""
     # with the defaults, a tenth to a half of a test's time goes to objects that never die
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 

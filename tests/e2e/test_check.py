@@ -28,28 +28,6 @@ def test_check_prints_what_would_run() -> None:
         assert piece in done.stdout
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["model=llama3_70b", "parallel=tp4pp4", "cluster=h100x64"],
-        ["parallel=tp3"],
-        ["recipe=llama3/70b_h100x64"],
-        ["data.split=[1,1,1]"],
-    ],
-)
-def test_check_imports_no_torch(argv: list[str]) -> None:
-    code = (
-        f"import sys\nfrom mtrain.cli.main import main\nmain(['check', *{argv!r}])\nprint(sorted(m"
-        " for m in ('torch', 'megatron', 'numpy', 'typer', 'rich') if m in sys.modules))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60)
-    )
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
 @pytest.mark.full
 def test_check_takes_under_a_second() -> None:
     """Measure CPU seconds, which a busy machine disturbs least."""

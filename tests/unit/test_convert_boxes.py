@@ -4,8 +4,6 @@ tensor.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,19 +135,3 @@ def test_boxes_non_boxes_are_refused() -> None:
     for wrong in ((b, a), (a,), (a, b._replace(key="other")), (a, b._replace(offset=(0, 4, 0)))):
         with pytest.raises(ValueError, match="fc1"):
             box_of("fc1", (6, 4), wrong)
-
-
-def test_boxes_writers_import_no_torch() -> None:
-    names = ["boxes", "importer", "exporter", "checkpoint_reader"]
-    names += ["huggingface.reader", "huggingface.model", "megatron.reader"]
-    text = (
-        f"import sys, {', '.join(f'mtrain.convert.{name}' for name in names)},"
-        " mtrain.models.gpt.hf\n"
-    )
-    text += "import mtrain.models.t5.hf, mtrain.models.llava.hf, mtrain.models.bert.hf\n"
-    done = subprocess.run(
-        [sys.executable, "-c", text + "print('torch' in sys.modules)"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "False\n", done.stderr

@@ -475,18 +475,6 @@ def test_prepare_missing_tokenizer_is_bad_input(tmp_path: Path) -> None:
         Tokenizer(tmp_path / "none.json")
 
 
-def test_prepare_imports_no_torch(folder: Path) -> None:
-    code = """
-import sys
-from mtrain.config.schema.data import DataConfig
-from mtrain.data import open_splits, prepare
-data = DataConfig(kind='mock', seq_length=16)
-open_splits(data, 99, 1, prepare(data))
-assert not {'torch', 'tokenizers'} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
-
-
 @pytest.fixture
 def shelf(folder: Path) -> Callable[..., Path]:
     """Return a function that puts a corpus into the cache, last used so many days ago."""

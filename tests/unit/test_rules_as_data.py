@@ -284,16 +284,16 @@ def test_rules_read_declared_keys_and_raise_declared_codes(
     read: dict[tuple[str, str], set[str]] = defaultdict(set)
     for asked in all_rules():
         severities = {code.code: code.severity for code in asked.codes}
+        reads: set[str] = set()
         for run in configurations:
-            reads: set[str] = set()
             for found in asked(watched(run, reads)):
                 assert found.code in severities, asked.name
                 assert found.severity == severities[found.code] or found.code in SOFTER, found
-            undeclared = {key for key in reads if not covered(key, asked.reads)}
-            assert not undeclared, (
-                f"{asked.file}: {asked.name} reads {sorted(undeclared)}: declare it in reads="
-            )
-            read[asked.file, asked.name] |= {key.removesuffix(".") for key in reads}
+        undeclared = {key for key in reads if not covered(key, asked.reads)}
+        assert not undeclared, (
+            f"{asked.file}: {asked.name} reads {sorted(undeclared)}: declare it in reads="
+        )
+        read[asked.file, asked.name] |= {key.removesuffix(".") for key in reads}
     for asked in all_rules():
         stale = {
             key for key in asked.reads if not covered(key, tuple(read[asked.file, asked.name]))

@@ -8,8 +8,6 @@ import errno
 import json
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -37,7 +35,6 @@ from mtrain.plan.tune.search import Found, Task
 from mtrain.plan.tune.space import AXES, Change, Space, balanced, changed
 from tests.support.configs import LAPTOP
 from tests.support.covering import some
-from tests.support.patience import patient
 from tests.support.tables import tables
 
 TABLES = tables("tune")
@@ -83,6 +80,11 @@ def test_tune_best_is_best_of_all(memory: float) -> None:
     assert len(times) > 10
     assert got.best[0].seconds == min(times)
     assert [layout.seconds for layout in got.best] == sorted(layout.seconds for layout in got.best)
+
+
+def test_tune_layout_of_small_model_needs_few_plans() -> None:
+    """Hold the seconds between steps in every bound: without them 29 layouts would be planned."""
+    assert found("model=llama_tiny cluster=gb200x4", number=1)[0].planned < 20
 
 
 def fitting(
@@ -274,19 +276,6 @@ def test_tune_recipe_comment_equals_result(
         assert run.parallel == best.parallel
         assert run.trainer == best.trainer
         assert run.optim == best.optim
-
-
-def test_tune_imports_no_torch() -> None:
-    words = [*FEW.split(), "cluster.devices_per_node=2", "trainer.global_batch_size=4"]
-    code = (
-        "import sys\nfrom mtrain.cli.main import main\n"
-        f"codes = [main([verb, *{words!r}]) for verb in ('plan', 'tune')]\n"
-        "print(codes, sorted(m for m in ('torch', 'megatron') if m in sys.modules))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120)
-    )
-    assert done.stdout.splitlines()[-1] == "[0, 0] []"
 
 
 def test_tune_one_device() -> None:

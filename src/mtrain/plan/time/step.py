@@ -294,14 +294,21 @@ def _launched(stage: Work, kernels: Kernels) -> float:
     return every * reached.graphed * MICRO
 
 
+def between_steps(device: Device, reached: Efficiencies) -> float:
+    """Return the seconds of a step in which the host launches nothing, whatever the layout."""
+    if reached.host is None or device.on_host:
+        return 0.0
+    return reached.host.step_us * MICRO / reached.host.speed
+
+
 def _begun(work: StepWork, stage: Work, device: Device, reached: Efficiencies) -> float:
     """Return the seconds of a step in which the queue of launches is empty: at its beginning, and
     between steps.
     """
+    idle = between_steps(device, reached)
     if reached.host is None or device.on_host:
-        return 0.0
+        return idle
     kernels = _kernels(work, device, reached)
-    idle = reached.host.step_us * MICRO / reached.host.speed
     if kernels.recipe in reached.host.waits:
         return idle
     spans = _spans(work, stage, kernels)

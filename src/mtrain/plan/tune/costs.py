@@ -40,6 +40,7 @@ from mtrain.plan.time.device import Device, device_of
 from mtrain.plan.time.efficiencies import reached_by
 from mtrain.plan.time.step import (
     StepWork,
+    between_steps,
     forward_share,
     frozen_of,
     further_forwards,
@@ -163,6 +164,8 @@ class Costs:
         self.device: Device = device_of(run.cluster)
         self.reached = reached_by(run.cluster)
         self.host = facts_of(run.cluster.device).on_host
+        self.between = between_steps(self.device, self.reached)
+        """Seconds of every step that no layout changes, in none of the bounds below."""
         self._pieces: dict[tuple[object, ...], Pieces] = {}
         self._flows: dict[tuple[object, ...], Flow] = {}
         self._flying: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any
 
 from mtrain.config.messages.problem import value_at
-from mtrain.config.rules import findings
+from mtrain.config.rules import Answers, findings
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.plan.fits import SPARE
 from mtrain.plan.rank import StageMemory, worst_stage
@@ -100,6 +100,8 @@ class Task:
     said: Mapping[str, Any]
     holds: int | None
     """Bytes of a device; None: nobody knows."""
+    answers: Answers = field(default_factory=Answers)
+    """Findings of the rules that read files, which hardly a layout changes."""
 
     def room(self) -> float:
         """Return the bytes that a layout may use."""
@@ -108,7 +110,7 @@ class Task:
     def planned(self, change: Mapping[str, Any]) -> Layout | None:
         """Return the planned layout of a change; None where a rule refuses it."""
         run = self.resolve(changed(self.raw, change))
-        if any(found.severity == "error" for found in findings(run)):
+        if any(found.severity == "error" for found in findings(run, self.answers)):
             return None
         return Layout(run, change, step_time(run), worst_stage(run))
 
@@ -218,6 +220,11 @@ class Search:
         self.looked_at += 1
         heapq.heappush(self.heap, (seconds, self.looked_at, node))
 
+    def _push_bound(self, seconds: float, node: _Node) -> None:
+        # The seconds between steps are exact. Without them in the bound, the layouts of a small
+        # model, whose steps hardly differ, would all be planned in full.
+        self._push(SLACK * seconds + self.costs.between, node)
+
     def _go_on(self, node: _Node) -> None:
         """Choose the next axis, or plan a complete choice."""
         if node.axis == len(AXES):
@@ -229,15 +236,12 @@ class Search:
             for more in self.space.options(axis, node.run):
                 child = _Node(node.run, node.change, more, node.axis + 1)
                 if axis == "pipeline":
-                    self._push(
-                        SLACK * self._even(node.run, more["parallel.pp"], more["parallel.vpp"]),
-                        child,
+                    self._push_bound(
+                        self._even(node.run, more["parallel.pp"], more["parallel.vpp"]), child
                     )
                 elif not self.space.broken(axis, child.run):
-                    self._push(
-                        SLACK * (self._begun if axis == "micro" else self.costs.ideal)(child.run),
-                        child,
-                    )
+                    bound = self._begun if axis == "micro" else self.costs.ideal
+                    self._push_bound(bound(child.run), child)
 
     def _begun(self, run: RunConfig) -> float:
         """Return a lower bound of the seconds of a step, in any pipeline."""
@@ -291,7 +295,7 @@ class Search:
         once = min(
             (self.costs.once(run, flow) for _, run in self._fitting(node.run, flow)), default=inf
         )
-        self._push(SLACK * (flow.seconds + once), node)
+        self._push_bound(flow.seconds + once, node)
 
     def _choose_state(self, node: _Node) -> None:
         """Push each way to shard the state, with the recomputation that makes it fit."""
@@ -313,7 +317,7 @@ class Search:
                     self._push_next(child)
                 continue
             enough |= set() if state["optim.cpu_offload"] else {kind}
-            self._push(SLACK * self.costs.seconds(changed(child.run, ways.changes[0])), child)
+            self._push_bound(self.costs.seconds(changed(child.run, ways.changes[0])), child)
 
     def _ways(self, run: RunConfig) -> tuple[Change, ...]:
         """Return the ways to recompute: a slower one saves less memory for the backward."""
@@ -342,9 +346,7 @@ class Search:
         for number in range(node.way + 1, len(ways.changes)):
             if self._fits(self.costs.bytes(node.run, ways.flow(number))):
                 ahead = _Node(node.before, node.chosen, node.more, len(AXES), ways=ways, way=number)
-                self._push(
-                    SLACK * self.costs.seconds(changed(node.run, ways.changes[number])), ahead
-                )
+                self._push_bound(self.costs.seconds(changed(node.run, ways.changes[number])), ahead)
                 return
 
     def _fits(self, size: float) -> bool:

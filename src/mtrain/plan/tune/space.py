@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -141,6 +141,24 @@ def _copy(section: S, values: Mapping[str, Any]) -> S:
     return new
 
 
+@cache
+def rules_by_axis() -> dict[str, list[Rule]]:
+    """Return the rules by the last axis that they read."""
+    found: dict[str, list[Rule]] = {axis: [] for axis in ("", *AXES)}
+    for rule in all_rules():
+        if not rule.disk:
+            read = [axis for axis, keys in AXES.items() if rule.reads_any(*keys)]
+            found[read[-1] if read else ""].append(rule)
+    return found
+
+
+@cache
+def keys_read(rule: Rule) -> list[tuple[Callable[[RunConfig], Any], str]]:
+    """Return the chosen keys that a rule reads, each as its section and its name in it."""
+    read = [key.rpartition(".") for key in KEYS if rule.reads_any(key)]
+    return [(attrgetter(section), name) for section, _, name in read]
+
+
 @dataclass(frozen=True)
 class Space:
     """The layouts of a run that keep the keys that are set."""
@@ -170,7 +188,7 @@ class Space:
 
     def broken(self, axis: str, run: RunConfig) -> bool:
         """Return whether a rule that reads an axis, and no later one, refuses `run`."""
-        return any(self._refuses(rule, run) for rule in self._rules[axis])
+        return any(self._refuses(rule, run) for rule in rules_by_axis()[axis])
 
     def _refuses(self, rule: Rule, run: RunConfig) -> bool:
         """Return whether a rule refuses a run; ask it once for all runs with the same choices and
@@ -189,35 +207,14 @@ class Space:
         Rule, tuple[dict[tuple[Any, ...], bool], list[tuple[Callable[[RunConfig], Any], str]]]
     ]:
         """Return the cached findings of each rule, by the chosen keys that it reads."""
-        return {
-            rule: (
-                {},
-                [
-                    (attrgetter(key.rpartition(".")[0]), key.rpartition(".")[2])
-                    for key in KEYS
-                    if rule.reads_any(key)
-                ],
-            )
-            for rules in self._rules.values()
-            for rule in rules
-        }
+        return {rule: ({}, keys_read(rule)) for rules in rules_by_axis().values() for rule in rules}
 
     @cached_property
     def wrong(self) -> bool:
         """Return whether a rule that reads no chosen key refuses the run."""
         return any(
-            found.severity == "error" for rule in self._rules[""] for found in rule(self.run)
+            found.severity == "error" for rule in rules_by_axis()[""] for found in rule(self.run)
         )
-
-    @cached_property
-    def _rules(self) -> dict[str, list[Rule]]:
-        """Return the rules by the last axis that they read."""
-        found: dict[str, list[Rule]] = {axis: [] for axis in ("", *AXES)}
-        for rule in all_rules():
-            if not rule.disk:
-                read = [axis for axis, keys in AXES.items() if rule.reads_any(*keys)]
-                found[read[-1] if read else ""].append(rule)
-        return found
 
     def _of(self, key: str, values: list[Any]) -> list[Any]:
         return [self.said[key]] if key in self.said else values
