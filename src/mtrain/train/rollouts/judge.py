@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import sys
+from typing import Any
 
 from mtrain import strict_json
 from mtrain.processes import die_with
@@ -14,7 +15,7 @@ from mtrain.train.rewards import Reward, Sampled, reward_named
 
 
 def main() -> None:
-    """Judge answers until the end of standard input.
+    """Judge answers until the end of standard input; a line without an answer loads its reward.
 
     The arguments are the process that it ends with, and its limit of memory in bytes.
     """
@@ -33,13 +34,18 @@ def main() -> None:
             name = asked["name"]
             if name not in known:
                 known[name] = reward_named(name)
-            value = float(known[name](Sampled(**asked["sampled"])))
-            found = {"value": value} if math.isfinite(value) else {"why": f"it returned {value}"}
+            found = judged(known[name], asked["sampled"]) if "sampled" in asked else {}
         # A reward is code of somebody else: whatever it raises, the run says which it was.
         except BaseException as error:
             found = {"why": f"{type(error).__name__}: {error}"[:500]}
         out.write(strict_json.dumps(found) + "\n")
         out.flush()
+
+
+def judged(reward: Reward, sampled: dict[str, Any]) -> dict[str, Any]:
+    """Return the value of an answer, or why it has none."""
+    value = float(reward(Sampled(**sampled)))
+    return {"value": value} if math.isfinite(value) else {"why": f"it returned {value}"}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from mtrain.train.rewards import Sampled
 from mtrain.units import GIB
 
 STARTING_S = 60.0
-"""Most seconds of a process until its first answer: it imports what its rewards need."""
+"""Most seconds in which a process imports a reward."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +78,36 @@ class _Process:
         self._child = subprocess.Popen(
             [*command, str(memory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
-        self._begun = False
+        self._loaded: set[str] = set()
         self.ended = False
 
     def verdict(self, name: str, sampled: dict[str, Any], seconds: float) -> Verdict:
         """Return one verdict; the process is `ended` if it took too long or died."""
+        # A limit that covers imports, too, would let an answer take that much longer.
+        if name not in self._loaded:
+            found = self._answer({"name": name}, STARTING_S)
+            if "why" in found:
+                return Verdict(math.nan, found["why"])
+            self._loaded.add(name)
+        found = self._answer({"name": name, "sampled": sampled}, seconds)
+        return Verdict(found.get("value", math.nan), found.get("why", ""))
+
+    def _answer(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the answer of the process, or `why` it has none."""
         assert self._child.stdin is not None
-        line = strict_json.dumps({"name": name, "sampled": sampled}).encode() + b"\n"
+        line = strict_json.dumps(asked).encode() + b"\n"
         begun = time.monotonic()
         try:
             self._child.stdin.write(line)
-            answer = self._line(begun + seconds + (0 if self._begun else STARTING_S))
+            answer = self._line(begun + seconds)
         except BrokenPipeError:
             answer = b""
-        self._begun = True
         if not answer.endswith(b"\n"):
             self.ended = True
             late = time.monotonic() - begun >= seconds
-            why = f"it took more than {seconds:g} s" if late else "its process died"
-            return Verdict(math.nan, why)
-        found = json.loads(answer)
-        if "why" in found:
-            return Verdict(math.nan, found["why"])
-        return Verdict(found["value"])
+            return {"why": f"it took more than {seconds:g} s" if late else "its process died"}
+        found: dict[str, Any] = json.loads(answer)
+        return found
 
     def _line(self, deadline: float) -> bytes:
         assert self._child.stdout is not None
