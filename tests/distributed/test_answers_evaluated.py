@@ -39,7 +39,7 @@ def lines(home: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_evaluation_of_answers_is_the_same_in_layouts(tmp_path: Path) -> None:
+def test_answers_evaluated_are_the_same_in_layouts(tmp_path: Path) -> None:
     """Evaluate after each step; the split and the seeds decide what is answered."""
     import_engine()
     run_ranks(1, recorded, evaluated_run(tmp_path, 1), tmp_path / "one")
@@ -56,7 +56,7 @@ def test_evaluation_of_answers_is_the_same_in_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_evaluation_of_answers_keeps_training_and_verb_agrees(
+def test_answers_evaluated_keep_training_and_verb_agrees(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import_engine()

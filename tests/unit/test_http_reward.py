@@ -62,7 +62,7 @@ def judge() -> Iterator[Any]:
     server.seen = []
     server.ended = threading.Event()
     server.url = f"http://127.0.0.1:{server.server_address[1]}/judge/v1"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server
