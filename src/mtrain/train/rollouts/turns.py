@@ -171,13 +171,13 @@ class Turns:
         marked = [*talk.messages[:-1], {"role": "assistant", "content": MARK}]
         text = self.form.write([*marked, *messages], talk.tools, prompt=True).text
         end = self.tokenizer.token_of(talk.ids[-1]) or ""
-        _, found, rest = text.rpartition(f"{MARK}{end}")
-        if not found and end != self.form.special("eos_token"):
+        parts = text.split(f"{MARK}{end}")
+        if len(parts) == 1 and end != self.form.special("eos_token"):
             return None
-        if not found:
-            raise CorruptData(f"it does not write {end!r} after an answer")
+        if len(parts) != 2:
+            raise CorruptData(f"it writes {end!r} after an answer {len(parts) - 1} times, not once")
         # With the end in front: some tokenizers begin a text with a space.
-        first, *ids = self.tokenizer.encode(f"{end}{rest}")
+        first, *ids = self.tokenizer.encode(f"{end}{parts[1]}")
         if first != talk.ids[-1]:
             raise CorruptData(f"the tokenizer does not read {end!r} as one token")
         return ids
