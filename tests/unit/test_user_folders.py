@@ -224,6 +224,22 @@ def test_user_folder_enables_hooks_and_a_recipe_does_not(
     assert compose(["log=mine"]).run.log.hooks == ("garbage",)
 
 
+def test_user_folder_names_a_judge_and_a_recipe_does_not(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "rollout").mkdir()
+    url = "http://judge:8000/score"
+    text = f"reward_url: {url}\n"
+    (folder / "rollout/mine.yaml").write_text(text)
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(f"rollout: {{reward_url: {url}}}\n")
+    assert {problem.code for problem in refusals(f"recipe={recipe}")} == {"MT480"}
+    own = [f"recipe={recipe}", f"rollout.reward_url={url}"]
+    assert compose(own).run.rollout.reward_url == url
+    monkeypatch.setenv(VARIABLE, str(folder))
+    assert compose(["rollout=mine"]).run.rollout.reward_url == url
+
+
 def test_user_folder_run_file_enables_hooks_only_at_home(tmp_path: Path) -> None:
     home = tmp_path / "run"
     saved = home / "checkpoints/step_00000002"

@@ -65,8 +65,10 @@ class TrainState:
     """Chunks of a frozen copy of the model, as it was when this objective began; empty without."""
     teacher: list[Any] = field(default_factory=list)
     """Chunks of another, frozen model that is imitated; no checkpoint has them."""
+    reward_model: list[Any] = field(default_factory=list)
+    """Chunks of another, frozen model that scores answers; no checkpoint has them."""
     teacher_digest: str = ""
-    """A hash of the files of that model; empty without."""
+    """A hash of the files of either; empty without."""
     scores: dict[str, torch.Tensor] = field(default_factory=dict)
     """Log-probabilities of answers by that model, by split, fp64; empty where they are computed in
     each step.

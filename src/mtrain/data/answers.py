@@ -26,6 +26,10 @@ class Answer:
     log_probabilities: np.ndarray
     """float32 [tokens]: nats of the sampled tokens."""
     advantage: float = 0.0
+    own: np.ndarray | None = None
+    """bool [tokens]: False for a token that a tool or a user wrote, which nothing is learned from;
+    None: the policy sampled all.
+    """
 
 
 def answer_batch(
@@ -46,10 +50,10 @@ def answer_batch(
         tokens[:start] = answer.prompt
         tokens[start:end] = answer.ids
         learned = np.zeros(length + 1, np.bool_)
-        learned[start:end] = True
+        learned[start:end] = True if answer.own is None else answer.own
         rows.append(Sample(tokens, learned, (0,), ()))
         # A label is the token after its place.
-        beside[0, place, start - 1 : end - 1] = answer.advantage
+        beside[0, place, start - 1 : end - 1] = answer.advantage * learned[start:end]
         beside[1, place, start - 1 : end - 1] = answer.log_probabilities
     batch = collate(rows, packed=False)
     batch["advantages"], batch["sampled_log_probabilities"] = torch.from_numpy(beside)

@@ -367,9 +367,10 @@ def _describe(run: RunConfig, chosen: Plan, argv: list[str], launch: str | None)
         "platform": platform.platform(),
         "versions": versions(),
         "launch": launch,
-        # A run file in another folder may not enable hooks, which are code.
+        # A run file in another folder may not enable hooks, which are code, or name a server.
         "home": os.path.realpath(folder),
         "hooks": list(run.log.hooks),
+        "reward_url": run.rollout.reward_url,
     }
     (folder / ENVIRONMENT).write_text(strict_json.dumps(facts, indent=1))
     (folder / PLAN).write_text(strict_json.dumps(_planned(run, chosen, why), indent=1))

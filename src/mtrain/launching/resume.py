@@ -235,6 +235,7 @@ PATHS = {
     ),
     "peft": ("init_from",),
     "objective": ("teacher",),
+    "rollout": ("reward_model",),
     "checkpoint": ("init_from",),
 }
 

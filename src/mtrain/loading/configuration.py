@@ -19,7 +19,7 @@ from mtrain.config.resolve.watch import read_from, touches, watched
 from mtrain.config.rules import check
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import BadEnvironment, BadPlace, ConfigError, CorruptInput, Problem, say_page
-from mtrain.loading import checkpoints, exports, teachers
+from mtrain.loading import checkpoints, exports, reward_models, teachers
 
 # Codes of damaged files.
 DAMAGE = {"MT611", "MT612", "MT613"}
@@ -285,6 +285,7 @@ def validate(
     problems += checkpoints.problems(run, origins)
     problems += exports.problems(run, origins)
     problems += teachers.problems(run, origins, to_run=to_run)
+    problems += reward_models.problems(run, origins, to_run=to_run)
     return problems + list(machine_problems(composed.run, run, machine, world_size, origins))
 
 

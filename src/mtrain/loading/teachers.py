@@ -50,14 +50,14 @@ def problems(run: RunConfig, origins: Mapping[str, str], *, to_run: bool = True)
     assert teacher is not None
     if apart := different_ids(run, teacher, folder):
         return one("MT389", apart, "a teacher with the student's tokenizer")
-    wrong = _in_this_layout(run, teacher)
+    wrong = in_this_layout(run, teacher)
     if teacher.model.family in ENCODERS or teacher.model.head:
         what = f"model.family={teacher.model.family} model.head={teacher.model.head}"
         wrong = [f"{what}: it is no decoder that writes text"]
     return [each for why in wrong for each in one("MT391", why, "another layout")]
 
 
-def _in_this_layout(run: RunConfig, teacher: RunConfig) -> list[str]:
+def in_this_layout(run: RunConfig, teacher: RunConfig) -> list[str]:
     """Return the rules that the teacher breaks in this layout, and the student does not."""
     own = {(found.code, found.path) for found in findings(run)}
     return [

@@ -17,7 +17,7 @@ from mtrain.models.count import (
     parameters,
 )
 from mtrain.models.registry import family_of
-from mtrain.plan.teacher import teacher_of
+from mtrain.plan.teacher import other_model_of
 
 __all__ = [
     "TOKEN_BYTES",
@@ -81,8 +81,10 @@ def state_bytes(run: RunConfig) -> int:
 
 
 def frozen_copy_bytes(run: RunConfig) -> int:
-    """Return the bytes of the weights of a frozen reference or of a teacher over all ranks."""
-    teacher = teacher_of(run)
+    """Return the bytes of the weights of a frozen reference, a teacher or a model of rewards over
+    all ranks.
+    """
+    teacher = other_model_of(run)
     models = [run.model] * run.objective.copies + ([teacher.model] if teacher else [])
     p = run.parallel
     total = 0

@@ -24,7 +24,7 @@ from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
 from mtrain.plan.count import TOKEN_BYTES
 from mtrain.plan.states import States, rank_states, stage_weights
-from mtrain.plan.teacher import teacher_of
+from mtrain.plan.teacher import other_model_of, teacher_of
 from mtrain.units import MIB, number_of
 
 # A process on a GPU takes 612 MiB for the context of CUDA and 146 for kernels and their
@@ -222,8 +222,8 @@ class StageMemory:
         return number * r.split_tokens * teacher.model.hidden_size * r.element
 
     def _teaching(self, lessons: int) -> dict[str, int]:
-        """Return the bytes at the peak of a teacher's last forward."""
-        teacher = teacher_of(self.run)
+        """Return the bytes at the peak of the last forward of a teacher or a model of rewards."""
+        teacher = other_model_of(self.run)
         stage = None if teacher is None else family_of(teacher.model).stage
         working = 0
         if teacher is not None and stage is not None:

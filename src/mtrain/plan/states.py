@@ -19,7 +19,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid, held_stages, owners
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
-from mtrain.plan.teacher import teacher_of
+from mtrain.plan.teacher import other_model_of
 
 # For the distributed optimizer megatron-core pads the start of a weight to a multiple of START
 # elements and the end of a bucket to one of END, or of END_OF_LARGE for NCCL's bandwidth.
@@ -56,7 +56,7 @@ class States:
     matrices: tuple[tuple[Weight, Matrix], ...] = ()
     """Weights whose update needs the whole matrix, in the order of the buckets."""
     teacher: int = 0
-    """Elements of the weights of a teacher."""
+    """Elements of the weights of a teacher or a model of rewards."""
 
     @cached_property
     def numbers(self) -> Counter[str]:
@@ -82,7 +82,7 @@ class States:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights, and of those of a frozen reference or teacher."""
+        """Return the bytes of weights, and of those of frozen models next to them."""
         held = self._trained("weights") + self._frozen
         if self.run.objective.copies:
             held += sum(weight.numel for weight in self.weights)
@@ -170,7 +170,7 @@ def rank_states(run: RunConfig, stage: int) -> States:
                 (b, max(1, ranks // copies))
                 for b in buckets_of(run, chosen, max(1, ranks // copies), size)
             ]
-    teacher = teacher_of(run)
+    teacher = other_model_of(run)
     taught = 0
     if teacher is not None:
         chunks = held_stages(teacher)[stage]

@@ -44,6 +44,36 @@ def teacher_of(run: RunConfig) -> RunConfig | None:
     return in_layout_of(run, _model(file, (stamp.st_mtime_ns, stamp.st_size)))
 
 
+def has_reward_model(run: RunConfig) -> bool:
+    """Return whether a model of rewards judges answers; nobody judges synthetic ones."""
+    return run.objective.rolls and run.rollout.scores and run.data.kind == "prompts"
+
+
+def reward_model_of(run: RunConfig) -> RunConfig | None:
+    """Return the run that the model of rewards of a resolved run is, on the policy's ranks; None
+    without one, or if its folder is not on this machine.
+
+    Raises as `teacher_of` does.
+    """
+    name = run.rollout.reward_model
+    if not has_reward_model(run) or name is None:
+        return None
+    file = file_of_teacher(Path(user_path(name)))
+    if file is None:
+        return None
+    stamp = file.stat()
+    return in_layout_of(run, _model(file, (stamp.st_mtime_ns, stamp.st_size)))
+
+
+def other_model_of(run: RunConfig) -> RunConfig | None:
+    """Return the run of the frozen model next to that of a resolved run: its teacher, or its model
+    of rewards; None without one.
+
+    Raises as `teacher_of` does.
+    """
+    return teacher_of(run) or reward_model_of(run)
+
+
 def file_of_teacher(folder: Path) -> Path | None:
     """Return the file with the model of a run folder, of a checkpoint or of a Hugging Face folder;
     None if it has none.
@@ -101,7 +131,7 @@ def in_layout_of(run: RunConfig, model: ModelConfig) -> RunConfig:
         "model": model,
         "parallel": parallel,
         "peft": PeftConfig(),
-        "objective": ObjectiveConfig(),
+        "objective": ObjectiveConfig(name="reward" if model.head else "next_token"),
         "precision": run.precision.unquantized(run.precision.format),
         "checkpoint": run.checkpoint.model_copy(update={"init_from": None, "resume": None}),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from mtrain.data import PromptSamples, Splits, open_splits, prepare_for_model
 from mtrain.data.batch import GlobalBatches, evaluation_samples
 from mtrain.mcore.adapter.ahead import stay_on_device
 from mtrain.models.registry import family_of, imported
+from mtrain.plan.teacher import has_reward_model
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.precomputed import prepare
-from mtrain.train.rollouts.feed import RolloutFeed
+from mtrain.train.rollouts.feed import RolloutFeed, answered
+from mtrain.train.rollouts.scores import build_reward_model
 from mtrain.train.teacher import build_teacher, digest_of
 from mtrain.world.init import World
 
@@ -73,9 +76,11 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     if run.objective.distils:
         state.teacher = build_teacher(run, world, drawn=drawn)
         state.teacher_digest = digest_of(run)
+    if has_reward_model(run):
+        state.reward_model, state.teacher_digest = build_reward_model(run, world, drawn=drawn)
     train_data = batches(run, world, splits, "train")
     valid_data = None
-    # An evaluation would need answers, too.
+    # An evaluation needs answers, too: it has no batches of its own.
     evaluates = run.trainer.eval_iters and not run.objective.rolls
     if evaluates and splits.validation is not None:
         limit = run.trainer.eval_iters * run.trainer.batch
@@ -85,6 +90,9 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     if isinstance(splits.train, PromptSamples):
         context.tokenizer = splits.tokenizer
         context.feed = RolloutFeed
+        if run.trainer.eval_iters and isinstance(splits.validation, PromptSamples):
+            wanted = run.trainer.eval_iters * run.trainer.batch
+            context.valid_answers = partial(answered, splits.validation, wanted)
     if run.objective.reference == "precomputed" and run.objective.refers:
         context.prepare = prepare
         for part, data in (("train", train_data), ("validation", valid_data)):

@@ -109,16 +109,27 @@ def build_teacher(run: RunConfig, world: World, *, drawn: bool = True) -> list[A
         initialize(chunks, run.trainer.seed + OTHER_SEED)
         return chunks
     folder = Path(user_path(name))
+    if not loaded(folder, other, run, world, chunks):
+        raise ConfigError.of(
+            "MT388", "objective.teacher", name, "the run has no checkpoint yet", FIX
+        )
+    return chunks
+
+
+def loaded(folder: Path, other: RunConfig, run: RunConfig, world: World, chunks: list[Any]) -> bool:
+    """Read the weights of a frozen model, the run `other`; return False for a run without a
+    checkpoint.
+
+    Raises as `build_teacher` does.
+    """
     checkpoint = checkpoint_of(folder)
     if checkpoint is not None:
         ckpt_state.load_model(ckpt_state.opened(checkpoint, run, world), chunks)
     elif (folder / HF_CONFIG).is_file():
         load_folder(other, folder, chunks)
     else:
-        raise ConfigError.of(
-            "MT388", "objective.teacher", name, "the run has no checkpoint yet", FIX
-        )
-    return chunks
+        return False
+    return True
 
 
 def digest_of(run: RunConfig) -> str:
@@ -128,7 +139,11 @@ def digest_of(run: RunConfig) -> str:
     """
     if run.objective.draws or run.objective.teacher is None:
         return ""
-    folder = Path(user_path(run.objective.teacher))
+    return digest_of_folder(Path(user_path(run.objective.teacher)))
+
+
+def digest_of_folder(folder: Path) -> str:
+    """Return the hash of `digest_of` of a run, a checkpoint or a Hugging Face folder."""
     checkpoint = checkpoint_of(folder)
     # Weights have hundreds of gigabytes, of which each rank reads only its own part.
     files = [folder / HF_CONFIG, *sorted(folder.glob("*.safetensors"))]
@@ -152,9 +167,10 @@ def same_teacher(facts: Mapping[str, Any], state: ckpt_state.TrainState) -> None
     before = facts.get(TEACHER)
     if before is not None and before != state.teacher_digest:
         raise CorruptData(
-            f"the run learned from a teacher whose files have the hash {before[:12]}, and those of"
-            f" objective.teacher have {state.teacher_digest[:12] or 'none'}",
-            "name the files of that teacher, or set checkpoint.accept_changes=true",
+            f"the run learned from a teacher or a model of rewards whose files have the hash"
+            f" {before[:12]}, and those of objective.teacher or rollout.reward_model have"
+            f" {state.teacher_digest[:12] or 'none'}",
+            "name the files of that model, or set checkpoint.accept_changes=true",
         )
 
 

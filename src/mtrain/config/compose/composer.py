@@ -30,6 +30,7 @@ from mtrain.config.compose.write_paths import (
     foreign_hooks,
     foreign_launcher,
     foreign_remote,
+    foreign_reward_url,
     strays,
 )
 from mtrain.config.compose.yaml_reader import Document, filled, load
@@ -476,6 +477,7 @@ class _Composition:
             *found,
             *foreign_hooks(run, origins.of, partial(self._own_file, "log"), base),
             *foreign_launcher(run, origins.of, own, self.sources),
+            *foreign_reward_url(run, origins.of, partial(self._own_file, "rollout"), base),
             *foreign_remote(run, origins.of, partial(self._own_file, "checkpoint"), base),
         ]
 

@@ -29,6 +29,7 @@ LOCAL = "checkpoint.local_dir"
 REMOTE = "checkpoint.remote"
 RESUME = "checkpoint.resume"
 HOOKS = "log.hooks"
+REWARD_URL = "rollout.reward_url"
 # Keys that decide where something is written, and the contents.
 KEYS = {
     RUNS: "run folders",
@@ -154,13 +155,38 @@ def foreign_hooks(
         is_own: returns whether a file may set it.
         base: the run file; one in its own run folder may keep the hooks of its run.
     """
-    source = origin_of(HOOKS).rpartition(":")[0]
-    if not run.log.hooks or not source or is_own(source):
+    return _foreign("MT523", HOOKS, list(run.log.hooks), origin_of, is_own, base)
+
+
+def foreign_reward_url(
+    run: UnresolvedRun,
+    origin_of: Callable[[str], str],
+    is_own: Callable[[str], bool],
+    base: Path | None,
+) -> list[Problem]:
+    """Return a problem if a recipe or run file sets the server that judges answers: it would
+    receive prompts and answers, and could be anybody's.
+
+    The arguments are those of `foreign_hooks`.
+    """
+    return _foreign("MT480", REWARD_URL, run.rollout.reward_url, origin_of, is_own, base)
+
+
+def _foreign(
+    code: str,
+    key: str,
+    value: object,
+    origin_of: Callable[[str], str],
+    is_own: Callable[[str], bool],
+    base: Path | None,
+) -> list[Problem]:
+    source = origin_of(key).rpartition(":")[0]
+    if not value or not source or is_own(source):
         return []
-    value = list(run.log.hooks)
-    if base is not None and value == _noted(_home_of(base) / ENVIRONMENT).get("hooks"):
+    name = key.rpartition(".")[2]
+    if base is not None and value == _noted(_home_of(base) / ENVIRONMENT).get(name):
         return []
-    return [Problem("MT523", HOOKS, value, "", override(HOOKS, value), origin_of(HOOKS))]
+    return [Problem(code, key, value, "", override(key, value), origin_of(key))]
 
 
 def _plain(value: object) -> object:

@@ -66,6 +66,9 @@ SHIPPED_OBJECTIVES = "mtrain.train.objectives"
 # names.
 REWARDS = "mtrain.rewards"
 SHIPPED_REWARDS = "mtrain.train.rewards"
+# Entry points of environments (`mtrain.train.environments`), which `rollout.environment` names.
+ENVIRONMENTS = "mtrain.environments"
+SHIPPED_ENVIRONMENTS = "mtrain.train.environments"
 
 
 def shipped(package: str) -> list[str]:

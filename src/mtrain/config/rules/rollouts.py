@@ -11,13 +11,17 @@ from mtrain.config.resolve.batches import stages
 from mtrain.config.rules.batch import MICRO
 from mtrain.config.rules.finding import Finding, each, multiples
 from mtrain.config.rules.rule import Code, rule
+from mtrain.config.schema.rollout import MODEL
 from mtrain.config.schema.run import RunConfig
 
 NAME = "objective.name"
 GROUP = "objective.group_size"
 BATCH = "trainer.global_batch_size"
 REWARDS = "rollout.rewards"
+SCORER = "rollout.reward_model"
+URL = "rollout.reward_url"
 RAMP = "trainer.batch_size_schedule trainer.rampup_batch_size"
+URL_FORM = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 GRPO = "objective=grpo data=mock data.seq_length=64"
 
 
@@ -104,7 +108,7 @@ def repeated_updates(run: RunConfig) -> Iterator[Finding]:
         help="Use rewards=[exact], or other shipped or installed rewards.",
         example="objective=grpo data=prompts data.path=prompts.jsonl data.tokenizer=tokenizer.json",
     ),
-    reads=f"{NAME} data.kind {REWARDS} rollout.reward_weights rollout.pattern",
+    reads=f"{NAME} data.kind {REWARDS} rollout.reward_weights rollout.pattern {SCORER} {URL}",
     disk=True,
 )
 def known_rewards(run: RunConfig) -> Iterator[Finding]:
@@ -115,7 +119,7 @@ def known_rewards(run: RunConfig) -> Iterator[Finding]:
     if r.rewards is None:
         yield Finding("MT337", REWARDS, "no reward is named", each(REWARDS, [["exact"]]))
         return
-    known = installed.names(installed.SHIPPED_REWARDS, installed.REWARDS)
+    known = [MODEL, *installed.names(installed.SHIPPED_REWARDS, installed.REWARDS)]
     for name in sorted(set(r.rewards) - set(known)):
         detail = f"neither mtrain nor an installed package has {name!r} ({', '.join(known)})"
         yield Finding("MT337", REWARDS, detail, hint="rewards=[exact]")
@@ -126,10 +130,38 @@ def known_rewards(run: RunConfig) -> Iterator[Finding]:
     if "format" in r.rewards and not _is_pattern(r.pattern):
         detail = "the reward format needs a regular expression"
         yield Finding("MT337", "rollout.pattern", detail, hint="rollout.pattern='.*[0-9]+'")
+    if MODEL in r.rewards and not r.reward_model:
+        hint = f"{SCORER}=FOLDER, a run of objective=reward or a classifier of one label"
+        detail = "the reward model needs a folder"
+        yield Finding("MT337", SCORER, detail, hint=hint, lacks="input")
+    if "http" in r.rewards and not URL_FORM.fullmatch(r.reward_url or ""):
+        detail = "the reward http needs the address of a server, without a user and a query"
+        yield Finding("MT337", URL, detail, hint=f"{URL}=http://HOST:8000/judge", lacks="input")
     if "math" in r.rewards and find_spec("math_verify") is None:
         detail = "the reward math needs math-verify, which is not installed here"
         hint = "pip install 'mtrain[rl]'"
         yield Finding("MT337", REWARDS, detail, hint=hint, lacks="input")
+
+
+@rule(
+    Code(
+        "MT398",
+        text="Cannot continue answers because this machine has no such environment.",
+        help="Use a shipped or installed one, such as rollout.environment=calculator.",
+        example=f"{GRPO} rollout.environment=nowhere",
+    ),
+    reads=f"{NAME} rollout.environment",
+    disk=True,
+)
+def known_environment(run: RunConfig) -> Iterator[Finding]:
+    """Require an environment that this machine has."""
+    name = run.rollout.environment
+    if not run.objective.rolls or name is None:
+        return
+    known = installed.names(installed.SHIPPED_ENVIRONMENTS, installed.ENVIRONMENTS)
+    if name not in known:
+        key = "rollout.environment"
+        yield Finding("MT398", key, f"known are {', '.join(known)}", each(key, [*known[:2], None]))
 
 
 def _is_pattern(text: str | None) -> bool:

@@ -16,7 +16,10 @@ from mtrain.config.schema.base import (
 )
 
 JUDGED = "objective.name=grpo|rloo and rollout.rewards"
+ACTED = "objective.name=grpo|rloo and rollout.environment"
 SERVED = "objective.name=grpo|rloo and rollout.engine=openai|sglang"
+MODEL = "model"
+"""The reward that ranks compute together, by a model; all others are functions in processes."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -71,14 +74,27 @@ class RolloutConfig(Section):
     to later prompts (dynamic sampling of DAPO, arXiv:2503.14476, equation 11). What is equal after
     that stays. Each time, the run samples as many answers as it replaces.
     """
+    environment: Annotated[str | None, Key(when=JUDGED, aka="tools environment_factory")] = None
+    """A function that writes what follows a turn of the model, as messages of tools or users, or
+    ends the answer; nothing is learned from them. calculator: values of `<calc>1 + 2</calc>`.
+    Installed packages publish others under the entry point group `mtrain.environments`. They run in
+    the processes of the rewards, with their limits. null: an answer is one turn.
+    """
+    max_turns: Annotated[
+        PositiveInt, Key(when=ACTED, aka="max_tool_calling_iterations max_assistant_turns")
+    ] = 8
+    """environment: the most turns of the model in an answer, which together with what stands
+    between them has at most max_tokens.
+    """
     rewards: Annotated[
         Annotated[tuple[str, ...], Field(min_length=1)] | None, Key(aka="reward_funcs")
     ] = Field(default=None, strict=False)
     """The functions that judge an answer; `rewards=[exact]` on the command line sets them. exact:
     1 if it is the text of the column `answer_column`, without the blanks around it; math: 1 if
     math-verify finds both equal (extra rl); format: 1 if `pattern` matches all of it; length: 1 up
-    to `free_tokens`, then falling to 0 at max_tokens. Installed packages publish others under the
-    entry point group `mtrain.rewards`.
+    to `free_tokens`, then falling to 0 at max_tokens; model: the score of `reward_model`; http: the
+    number of the server at `reward_url`. Installed packages publish others under the entry point
+    group `mtrain.rewards`.
     """
     reward_weights: Annotated[
         Annotated[tuple[float, ...], Field(min_length=1)] | None, Key(when=JUDGED)
@@ -86,6 +102,18 @@ class RolloutConfig(Section):
     """The factor of each of `rewards` in their sum. null: 1."""
     answer_column: Annotated[str, Key(when=JUDGED)] = "answer"
     """Key of the lines of data.path with the right answer."""
+    reward_model: Annotated[str | None, Key(when=JUDGED, aka="reward_model_path")] = None
+    """model: a run of objective=reward, a checkpoint of one, or a Hugging Face folder of a
+    `...ForSequenceClassification` with one label. It is frozen on the ranks of the policy, in their
+    layout, and reads prompt and answer as its own chat template writes them.
+    """
+    reward_url: Annotated[
+        str | None, Key(when=JUDGED, effect=Effect.RUNTIME, aka="reward_model_url remote_rm_url")
+    ] = None
+    """http: the address of a server that gets {"id", "prompt", "answer", "columns"} and replies
+    {"id", "reward"}. It gets prompts and answers, so only the command line and own choices set it.
+    The environment variable MTRAIN_REWARD_KEY has its key.
+    """
     pattern: Annotated[str | None, Key(when=JUDGED, aka="format_pattern")] = None
     """format: a regular expression, as Python's re reads it, in which a dot is any character."""
     free_tokens: Annotated[PositiveInt | None, Key(when=JUDGED, unit="tokens")] = None
@@ -104,6 +132,11 @@ class RolloutConfig(Section):
     def tokens(self, length: int) -> int:
         """Return the most tokens of an answer in samples of `length` tokens."""
         return self.max_tokens or max(1, length // 2)
+
+    @property
+    def scores(self) -> bool:
+        """Return whether a model of rewards judges answers."""
+        return self.reward_model is not None and MODEL in (self.rewards or ())
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ from mtrain.train.alerts.detector import Detector, Line, number
 from mtrain.train.running_median import RunningMedian
 
 EVALUATED = "valid_loss"
+JUDGED = "valid_reward"
 SKIPPED = "skipped"
 
 
@@ -360,7 +361,8 @@ class WorseEvaluation(Detector):
     def see(self, line: Line) -> str | None:
         """Compare an evaluation with the best one."""
         loss = number(line, EVALUATED)
-        if loss is None:
+        # Rewards of answers that are sampled vary by more than losses of texts.
+        if loss is None or JUDGED in line:
             return None
         if self.best is None or loss < self.best:
             self.best = loss

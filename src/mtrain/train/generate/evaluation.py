@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +19,21 @@ from mtrain.ckpt.state import TrainState
 from mtrain.config.resolve.batches import asked
 from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.run import RunConfig
-from mtrain.data import Splits, validation_of
+from mtrain.data import PromptSamples, Splits, validation_of
 from mtrain.data.batch import GlobalBatches
 from mtrain.data.samples.mock import MockSamples
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import ConfigError, say_page
 from mtrain.models.registry import family_of
-from mtrain.train.assemble import batches
+from mtrain.plan.teacher import has_reward_model
+from mtrain.train.assemble import batches, grouped
 from mtrain.train.generate.write import restored, restored_reference
+from mtrain.train.hooks.evaluation import answers_line
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.loop.step import summed
+from mtrain.train.rollouts.feed import RolloutFeed
+from mtrain.train.rollouts.scores import build_reward_model
 from mtrain.world.init import World, joined
 
 
@@ -75,10 +81,37 @@ def evaluate(
             run.data, run.model.vocab_size, run.trainer.seed, tokenizer, asked(run)
         )
         chunks = restored(run, world, checkpoint)
+        if isinstance(splits.validation, PromptSamples):
+            means = judged(run, world, chunks, splits, limit)
+            if world.is_rank0:
+                words = f"{answers_line(means)} in {means['seconds']:.1f} s"
+                say_page(strict_json.dumps(means, indent=2) if as_json else words)
+            return
         reference = restored_reference(run, world, checkpoint)
         result = measured(run, world, chunks, splits, tokenizer, limit, reference)
         if world.is_rank0:
             say_page(strict_json.dumps(vars(result), indent=2) if as_json else _page(result))
+
+
+def judged(
+    run: RunConfig, world: World, chunks: list[Any], splits: Splits, limit: int | None
+) -> dict[str, float]:
+    """Return the metrics of answers to the validation split, at most `limit`, sampled by the model
+    itself.
+    """
+    assert isinstance(splits.validation, PromptSamples)
+    begin = time.perf_counter()
+    grouped(run, splits)
+    run = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": "local"})})
+    state = TrainState(chunks, None, None)
+    if has_reward_model(run):
+        state.reward_model, _ = build_reward_model(run, world)
+    data = batches(run, world, splits, "validation")
+    context = TrainContext(run, world, state, data, None)
+    context.tokenizer = splits.tokenizer
+    with closing(RolloutFeed(context)) as feed:
+        found = feed.evaluated(splits.validation, limit or len(splits.validation))
+    return {**found, "seconds": time.perf_counter() - begin}
 
 
 def measured(

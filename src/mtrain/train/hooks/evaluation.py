@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from mtrain.goodput.meter import EVALUATING
 from mtrain.models.registry import family_of
@@ -89,10 +90,13 @@ class Evaluation(Hook):
         iters = context.run.trainer.eval_iters
         self.tried = context.state.step
         context.by_time.done(EVALUATE)
-        if context.valid_data is None or not iters:
+        if not iters or (context.valid_data is None and context.valid_answers is None):
             return
-        means = None
-        if not context.stops:
+        means: Mapping[str, float] | None = None
+        if not context.stops and context.valid_answers is not None:
+            means = context.valid_answers(context)
+        elif not context.stops:
+            assert context.valid_data is not None
             means = summed(context, context.valid_data, iters, until_stop=True)
         if means is None:
             context.stops = True
@@ -101,6 +105,10 @@ class Evaluation(Hook):
                 what = "the run is finished, its last evaluation"
             self.progress.note(f"stopped on request: {what} is left out")
             return
+        if context.valid_answers is not None:
+            self._report_answers(context, means)
+            return
+        assert context.valid_data is not None
         loss = means["loss"]
         samples = context.valid_data.counted
         self.last = (context.state.step, loss)
@@ -117,6 +125,28 @@ class Evaluation(Hook):
         if "valid_reward_accuracy" in metrics:
             line += f", accuracy {metrics['valid_reward_accuracy']:.1%}"
         self.progress.note(line)
+
+    def _report_answers(self, context: TrainContext, means: Mapping[str, float]) -> None:
+        """Report the rewards of answers; their loss is minus the mean reward, so that what keeps
+        the checkpoint with the least loss keeps the best.
+        """
+        step = context.state.step
+        loss = -means["reward"]
+        self.last = (step, loss)
+        metrics = {"valid_loss": loss, **{f"valid_{name}": x for name, x in means.items()}}
+        context.hooks.log(context, step, metrics)
+        context.hooks.call("after_evaluation", context, loss)
+        self.progress.note(f"step {step}: {answers_line(means)}")
+
+
+def answers_line(means: Mapping[str, float]) -> str:
+    """Return the rewards of an evaluation in words."""
+    best = next(name for name in means if name.startswith("pass_at_"))
+    return (
+        f"mean reward {means['reward']:.4f}, {means['pass_share']:.1%} of answers pass, and"
+        f" {means[best]:.1%} of prompts with {best.removeprefix('pass_at_')} answers, over"
+        f" {int(means['samples'])} answers"
+    )
 
 
 def _line(context: TrainContext, loss: float, samples: int) -> str:

@@ -52,7 +52,8 @@ class Metrics(Hook):
     a gradient that overflowed is null, as is every number that is not finite. `hooks.planned` adds
     what was planned of the step.
     Lines of an evaluation have time, step, valid_loss, and valid_samples and valid_tokens, which it
-    is over; of pairs of answers also their further metrics after `valid_`.
+    is over; of pairs of answers, and of answers to prompts, also their further metrics after
+    `valid_`.
     """
 
     def __init__(self, folder: Path) -> None:

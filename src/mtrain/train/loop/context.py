@@ -85,6 +85,10 @@ class TrainContext:
     """A function that returns the source of training samples; None: a `BatchPrefetcher`."""
     tokenizer: Path | None = None
     """The `tokenizer.json` of answers that are sampled."""
+    valid_answers: Callable[[TrainContext], Mapping[str, float] | None] | None = None
+    """A function that samples and judges answers to the validation split, in the place of a loss;
+    it returns their metrics, and None if a rank has a request to stop.
+    """
     stop: StopRequest = field(default_factory=StopRequest)
     """Requests to stop that this rank got."""
     stops: bool = False

@@ -298,9 +298,19 @@ def log_probabilities(
     """Return the log-probability of each label [b, s] of micro-batches on the last stage, by the
     reference of a kind; elsewhere nothing.
     """
+    with as_reference(context.state, kind) as chunks:
+        return outputs(context, batches, chunks)
+
+
+@torch.no_grad()
+def outputs(
+    context: TrainContext, batches: Sequence[Batch], chunks: list[Any]
+) -> list[torch.Tensor]:
+    """Return what the chunks of a frozen model give for the labels of micro-batches [b, s], on the
+    last stage; elsewhere nothing.
+    """
     forward = partial(_score, context.objective)
-    with as_reference(context.state, kind) as chunks, torch.no_grad():
-        return run_pipeline(context, batches, forward_only=True, forward=forward, chunks=chunks)
+    return run_pipeline(context, batches, forward_only=True, forward=forward, chunks=chunks)
 
 
 def _divergence(context: TrainContext, batches: Sequence[Batch]) -> torch.Tensor:

@@ -7,7 +7,7 @@ own (`mtrain.train.rollouts.judges`), and import no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -21,16 +21,21 @@ class Sampled:
     """An answer that is to be judged."""
 
     text: str
-    """Its text, without the token that ended it."""
+    """Its text, without the token that ended it; of several turns, the last one."""
     record: Mapping[str, Any]
     """The line of data.path with its prompt."""
     tokens: int
+    """Tokens that the model sampled."""
     most_tokens: int
     """`rollout.max_tokens`."""
     ended: bool
     """True if the model ended it; False where it was cut at the most tokens."""
     settings: Mapping[str, Any]
-    """The keys of `rollout` that rewards read: answer_column, pattern, free_tokens."""
+    """The keys of `rollout` that rewards read: answer_column, pattern, free_tokens, reward_url,
+    reward_seconds.
+    """
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The messages of an answer of several turns (`rollout.environment`); empty: it is one text."""
 
     def answer(self) -> str:
         """Return the right answer.

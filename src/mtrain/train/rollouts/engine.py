@@ -6,9 +6,9 @@ after every update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,8 @@ class Prompt:
     """The number of the sample. Together with `Sampling.seed` it seeds the draws of this answer, so
     that an answer does not depend on the others of its batch.
     """
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The line of data.path with its messages and columns; empty: nobody reads them."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,19 @@ class Rollout:
     """Step after which the sampler's weights were those of the policy."""
     routes: np.ndarray | None = None
     """Experts of the tokens that were read, int16 [tokens, layers, k]; None: not recorded."""
+    own: tuple[bool, ...] = ()
+    """True for each token that the model sampled, False for those that tools and users wrote, whose
+    log-probabilities are 0; empty: it sampled all.
+    """
+    messages: tuple[Any, ...] = ()
+    """The messages of an answer of several turns; empty: it is one text."""
+    why: str = ""
+    """Reason for which an environment failed."""
+
+    @property
+    def sampled(self) -> int:
+        """Return the tokens that the model sampled."""
+        return sum(self.own) if self.own else len(self.ids)
 
 
 class Engine(Protocol):

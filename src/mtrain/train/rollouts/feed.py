@@ -8,18 +8,24 @@ data-parallel rank collates its own answers.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain.config.compose.paths import user_path
 from mtrain.config.resolve.batches import size_after
+from mtrain.config.schema.rollout import MODEL
 from mtrain.data import PromptSamples
 from mtrain.data.answers import Answer, answer_batch
+from mtrain.data.chats.template import ChatFormat
+from mtrain.data.records import Keys
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import TrainingError, warn
 from mtrain.train.generate.request import END, LENGTH, Sampling
@@ -32,12 +38,28 @@ from mtrain.train.rewards import Sampled
 from mtrain.train.rollouts.engine import Engine, Prompt, Rollout
 from mtrain.train.rollouts.engines import engine_of, push
 from mtrain.train.rollouts.judges import Judges, Verdict
+from mtrain.train.rollouts.scores import ModelScores
+from mtrain.train.rollouts.turns import Turns
 from mtrain.world.heartbeat import begin_phase, waiting
 
 NAMED = 3
 """Failed rewards of a step that are named."""
+SETTINGS = ("answer_column", "pattern", "free_tokens", "reward_url", "reward_seconds")
+"""Keys of `rollout` that rewards read."""
 EQUAL = 1e-9
 """Largest difference between rewards that are taken to be equal."""
+
+
+def answered(source: PromptSamples, count: int, context: TrainContext) -> dict[str, float] | None:
+    """Return the metrics of answers to at most `count` samples of the validation split; None if a
+    rank has a request to stop.
+    """
+    feed = context.prefetcher
+    assert isinstance(feed, RolloutFeed)
+    try:
+        return feed.evaluated(source, count)
+    except Stopped:
+        return None
 
 
 @dataclass(frozen=True)
@@ -76,16 +98,32 @@ class RolloutFeed:
             temperature=run.rollout.temperature,
             seed=run.trainer.seed,
         )
-        self._engine: Engine = engine_of(context, self._tokenizer)
+        engine = engine_of(context, self._tokenizer)
         r = run.rollout
         self._judges = None
+        self._scores = ModelScores(context) if r.scores else None
         # Rewards are foreign code, which may be slow or random: one rank has them computed.
         if context.world.is_rank0:
             self._judges = Judges(r.reward_workers, r.reward_seconds, r.reward_memory_gib)
+        self._engine: Engine = self._with_turns(engine) if r.environment else engine
         self._steps: dict[tuple[int, int], Step] = {}
         self._measured: dict[int, dict[str, float]] = {}
         self.waited_s = 0.0
         context.measures.append(self.measured)
+
+    def _with_turns(self, engine: Engine) -> Engine:
+        """Return an engine whose answers the environment of the run continues."""
+        run = self._context.run
+        name = run.rollout.environment
+        assert name is not None
+        file = self._tokenizer.path
+        template = run.data.chat_template
+        form = ChatFormat(file.parent, user_path(template) if template else None)
+        keys = Keys(frozenset(run.data.ignored_keys), "\n".join(form.templates.values()))
+        ask = None if self._judges is None else partial(self._judges.replies, name)
+        tell = self._context.world.tell
+        most = run.rollout.max_turns
+        return Turns(engine, self._tokenizer, form, keys, most, ask, tell, run.trainer.seed)
 
     def take(self, consumed: int, size: int) -> Sequence[Batch]:
         """Return the micro-batches of the step of `size` samples after `consumed`, on this rank's
@@ -143,6 +181,29 @@ class RolloutFeed:
             resampled = 0
         return [steps[0], *map(self._with_old, steps[1:])]
 
+    def evaluated(self, source: PromptSamples, count: int) -> dict[str, float]:
+        """Return the metrics of answers to the first `count` samples of another split, in whole
+        groups. An answer passes if the first of `rollout.rewards` is 1 or more.
+
+        Raises as `take` does.
+        """
+        twin = copy.copy(self)
+        twin._source = source
+        begin_phase("evaluation")
+        # A server has the weights before the last update.
+        if self._context.state.step:
+            push(self._context, self._engine)
+        count = max(source.group, min(count, len(source)) // source.group * source.group)
+        rollouts, rewards = twin._judged(np.arange(count), {"rollout_s": 0.0, "reward_s": 0.0})
+        groups = twin._grouped(rewards)
+        passed = (rewards[:, 0] >= 1 - EQUAL).reshape(groups.shape)
+        return twin._described(rollouts, rewards, groups) | {
+            "samples": count,
+            "tokens": sum(one.sampled for one in rollouts),
+            "pass_share": float(passed.mean()),
+            f"pass_at_{source.group}": float(passed.any(axis=1).mean()),
+        }
+
     def _judged(
         self, numbers: np.ndarray, seconds: dict[str, float]
     ) -> tuple[list[Rollout], np.ndarray]:
@@ -151,7 +212,8 @@ class RolloutFeed:
         """
         begun = time.perf_counter()
         begin_phase("rollouts")
-        prompts = [Prompt(tuple(self._source.ids(n).tolist()), int(n)) for n in numbers]
+        record = self._source.record if self._context.run.rollout.environment else lambda n: {}
+        prompts = [Prompt(tuple(self._source.ids(n).tolist()), int(n), record(n)) for n in numbers]
         rollouts = self._engine.generate(prompts, self._sampling)
         if rollouts is None:
             raise Stopped
@@ -219,8 +281,19 @@ class RolloutFeed:
         device = context.world.torch_device
         values = torch.zeros((len(rollouts), len(names)), dtype=torch.float64, device=device)
         problem = ""
+        sampled = [self._sampled(one) for one in rollouts]
+        scored = []
+        if self._scores is not None:
+            answers = [
+                one.messages or ({"role": "assistant", "content": one.text},) for one in sampled
+            ]
+            found = self._scores.scores([one.record for one in sampled], answers)
+            scored = [Verdict(*one) for one in zip(*found, strict=True)]
         if self._judges is not None:
-            verdicts = self._judges.verdicts(names, [self._sampled(one) for one in rollouts])
+            by_function = [name for name in names if name != MODEL]
+            verdicts = self._judges.verdicts(by_function, sampled)
+            for row, verdict in zip(verdicts, scored, strict=False):
+                row.insert(names.index(MODEL), verdict)
             problem = self._failures(rollouts, verdicts)
             rows = [[verdict.value for verdict in row] for row in verdicts]
             values += torch.tensor(rows, dtype=torch.float64, device=device)
@@ -233,25 +306,33 @@ class RolloutFeed:
 
     def _sampled(self, rollout: Rollout) -> Sampled:
         r = self._context.run.rollout
-        settings = {name: getattr(r, name) for name in ("answer_column", "pattern", "free_tokens")}
+        settings = {name: getattr(r, name) for name in SETTINGS}
         ids = rollout.ids[:-1] if rollout.ended == END else rollout.ids
+        said = [one["content"] for one in rollout.messages if one["role"] == "assistant"]
         return Sampled(
-            self._tokenizer.decode(ids),
+            said[-1] if said else self._tokenizer.decode(ids),
             self._source.record(rollout.prompt.number),
-            len(rollout.ids),
+            rollout.sampled,
             self._sampling.tokens,
             rollout.ended != LENGTH,
             settings,
+            rollout.messages,
         )
 
     def _failures(self, rollouts: Sequence[Rollout], verdicts: list[list[Verdict]]) -> str:
         """Name a few rewards that failed; return a problem if there are too many."""
         names = self._context.run.rollout.rewards or ()
         failed = [
-            f"{name} of the answer to {self._source.place(rollout.prompt.number)}: {verdict.why}"
+            f"the reward {name} of the answer to {self._source.place(rollout.prompt.number)}:"
+            f" {verdict.why}"
             for rollout, row in zip(rollouts, verdicts, strict=True)
             for name, verdict in zip(names, row, strict=True)
             if verdict.why
+        ]
+        failed += [
+            f"the environment of the answer to {self._source.place(one.prompt.number)}: {one.why}"
+            for one in rollouts
+            if one.why
         ]
         step = self._context.state.step + 1
         limit = self._context.run.rollout.failed_rewards
@@ -263,14 +344,14 @@ class RolloutFeed:
                 " function or the data, or set a larger share"
             )
         for text in failed[:NAMED]:
-            warn(f"step {step}: the reward {text}; it counts as 0")
+            warn(f"step {step}: {text}; it counts as 0")
         return ""
 
     def _described(
         self, rollouts: Sequence[Rollout], rewards: np.ndarray, groups: np.ndarray
     ) -> dict[str, float]:
         names = self._context.run.rollout.rewards or ()
-        lengths = np.array([len(one.ids) for one in rollouts])
+        lengths = np.array([one.sampled for one in rollouts])
         ended = [one.ended != LENGTH for one in rollouts]
         return {
             "reward": float(groups.mean()),
@@ -298,6 +379,7 @@ class RolloutFeed:
                 np.array(rollout.ids),
                 np.array(rollout.log_probabilities, np.float32),
                 float(step.advantages[place]),
+                np.array(rollout.own) if rollout.own else None,
             )
             for place in places
             for rollout in (step.rollouts[place],)

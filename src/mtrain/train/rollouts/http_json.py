@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,8 +35,16 @@ class ServerFault(Exception):
 class Endpoint:
     """The URL of a server."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
-        """Take a URL of http or https.
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float,
+        variable: str = VARIABLE,
+        end: str = "/v1",
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """Take a URL of http or https, without the `end` that it may have; `variable` is that of
+        the key.
 
         Raises:
             ValueError: it is another text, or has a user, a query or a fragment.
@@ -45,17 +54,24 @@ class Endpoint:
         if parts.scheme not in kinds or not parts.hostname:
             raise ValueError("is no URL of http or https")
         if parts.username or parts.password or parts.query or parts.fragment:
-            raise ValueError(f"has more than a place; a key belongs in {VARIABLE}")
+            raise ValueError(f"has more than a place; a key belongs in {variable}")
         self._kind = kinds[parts.scheme]
         self._host = parts.hostname
         self._port = parts.port
         # Users know the URL of OpenAI's routes; those of weights are next to it.
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._path = parts.path.rstrip("/").removesuffix(end)
+        self._variable = variable
+        self._most_bytes = most_bytes
         self._timeout_s = timeout_s
         self._open: set[http.client.HTTPConnection] = set()
 
     def call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = 0.0
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = 0.0,
+        headers: Mapping[str, str] = {},
     ) -> dict[str, Any]:
         """Return the JSON object that the server answers with; `timeout_s` 0 is the usual limit of
         the whole exchange. A redirect is not followed.
@@ -67,7 +83,7 @@ class Endpoint:
         connection = self._kind(self._host, self._port, timeout=timeout_s or self._timeout_s)
         self._open.add(connection)
         try:
-            return self._exchanged(connection, method, path, body, until)
+            return self._exchanged(connection, method, path, body, until, headers)
         except ConnectionRefusedError as error:
             raise ServerFault(f"{path}: nothing listens", again=True, gone=True) from error
         except TimeoutError as error:
@@ -95,9 +111,11 @@ class Endpoint:
         path: str,
         body: dict[str, Any] | None,
         until: float,
+        headers: Mapping[str, str],
     ) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if key := os.environ.get(VARIABLE):
+        kinds = {"Content-Type": "application/json", "Accept": "application/json"}
+        headers = kinds | dict(headers)
+        if key := os.environ.get(self._variable):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         # A connection that is used again could carry a late answer of an earlier request.
@@ -106,14 +124,16 @@ class Endpoint:
         held = bytearray()
         while part := response.read(PART_BYTES):
             held += part
-            if len(held) > MOST_BYTES:
-                raise ServerFault(f"{path}: more than {MOST_BYTES} bytes", again=False)
+            if len(held) > self._most_bytes:
+                raise ServerFault(f"{path}: more than {self._most_bytes} bytes", again=False)
             # A socket's limit is that of one read: a server may send a byte at a time.
             if time.monotonic() > until:
                 raise TimeoutError
         status = response.status
         if status != http.client.OK:
             text = held[:300].decode(errors="replace")
+            # A server may repeat what it was sent.
+            text = text.replace(key, "***") if key else text
             raise ServerFault(f"{path}: status {status}: {text}", again=status in BUSY)
         if not held.strip():
             return {}

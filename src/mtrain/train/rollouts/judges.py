@@ -1,4 +1,4 @@
-"""Rewards of sampled answers, computed by processes with limits of time and memory."""
+"""Rewards and environments of sampled answers, in processes with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
@@ -20,7 +20,7 @@ from mtrain.train.rewards import Sampled
 from mtrain.units import GIB
 
 STARTING_S = 60.0
-"""Most seconds of a process until its first answer: it imports what its rewards need."""
+"""Most seconds in which a process imports a function."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,38 @@ class Judges:
 
     def verdicts(self, names: Sequence[str], answers: Sequence[Sampled]) -> list[list[Verdict]]:
         """Return the verdict of each function on each answer, by answer."""
-        asked = [(name, asdict(answer)) for answer in answers for name in names]
-        found = iter(list(self._pool.map(self._verdict, asked)))
-        return [[next(found) for _ in names] for _ in answers]
+        asked = [("reward", name, asdict(answer)) for answer in answers for name in names]
+        found = [
+            Verdict(one.get("value", math.nan), one.get("why", ""))
+            for one in self._pool.map(self._asked, asked)
+        ]
+        rows = iter(found)
+        return [[next(rows) for _ in names] for _ in answers]
 
-    def _verdict(self, asked: tuple[str, dict[str, Any]]) -> Verdict:
+    def replies(
+        self, environment: str, talks: Sequence[tuple[list[Any], Mapping[str, Any]]]
+    ) -> list[tuple[list[Any] | None, str]]:
+        """Return what an environment writes after each conversation with the line of its prompt:
+        messages, None where the answer ends, and why it failed.
+        """
+        asked = [
+            ("environment", environment, {"messages": messages, "columns": dict(columns)})
+            for messages, columns in talks
+        ]
+        found = self._pool.map(self._asked, asked)
+        return [(one.get("messages"), one.get("why", "")) for one in found]
+
+    def _asked(self, asked: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
         # As many threads as processes: one is always idle here.
         process = self._idle.get()
         try:
-            verdict = process.verdict(*asked, self._seconds)
+            found = process.answer(*asked, self._seconds)
         finally:
             if process.ended:
                 process.end()
                 process = _Process(self._memory)
             self._idle.put(process)
-        return verdict
+        return found
 
     def close(self) -> None:
         """End the processes."""
@@ -78,29 +95,38 @@ class _Process:
         self._child = subprocess.Popen(
             [*command, str(memory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
-        self._begun = False
+        self._loaded: set[tuple[str, str]] = set()
         self.ended = False
 
-    def verdict(self, name: str, sampled: dict[str, Any], seconds: float) -> Verdict:
-        """Return one verdict; the process is `ended` if it took too long or died."""
+    def answer(self, kind: str, name: str, given: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return what a function returned, or `why` it failed; the process is `ended` if it took
+        too long or died.
+        """
+        asked = {"kind": kind, "name": name}
+        # A limit that covers imports, too, would let an answer take that much longer.
+        if (kind, name) not in self._loaded:
+            found = self._answer(asked, STARTING_S)
+            if "why" in found:
+                return found
+            self._loaded.add((kind, name))
+        return self._answer({**asked, "given": given}, seconds)
+
+    def _answer(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the answer of the process, or `why` it has none."""
         assert self._child.stdin is not None
-        line = strict_json.dumps({"name": name, "sampled": sampled}).encode() + b"\n"
+        line = strict_json.dumps(asked).encode() + b"\n"
         begun = time.monotonic()
         try:
             self._child.stdin.write(line)
-            answer = self._line(begun + seconds + (0 if self._begun else STARTING_S))
+            answer = self._line(begun + seconds)
         except BrokenPipeError:
             answer = b""
-        self._begun = True
         if not answer.endswith(b"\n"):
             self.ended = True
             late = time.monotonic() - begun >= seconds
-            why = f"it took more than {seconds:g} s" if late else "its process died"
-            return Verdict(math.nan, why)
-        found = json.loads(answer)
-        if "why" in found:
-            return Verdict(math.nan, found["why"])
-        return Verdict(found["value"])
+            return {"why": f"it took more than {seconds:g} s" if late else "its process died"}
+        found: dict[str, Any] = json.loads(answer)
+        return found
 
     def _line(self, deadline: float) -> bytes:
         assert self._child.stdout is not None
