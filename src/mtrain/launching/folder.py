@@ -25,7 +25,7 @@ from mtrain.config.machine.installed import version_of
 from mtrain.config.resolve.batches import counted, samples_of, stages
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, MtrainError
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, first_line
 from mtrain.goodput.account import FILE
 from mtrain.goodput.log import LOG
 from mtrain.launching import matmul, resume
@@ -233,7 +233,7 @@ def unseen(home: Path, digest: str) -> str:
                 return ""
             why = f"it holds another configuration than rank 0 wrote (digest {digest[:12]})"
         except (MtrainError, OSError) as error:
-            why = str(error).strip().splitlines()[0]
+            why = first_line(error)
         if time.monotonic() > deadline:
             machine = os.uname().nodename
             return (

@@ -18,7 +18,7 @@ from mtrain.ckpt import local as ckpt_local
 from mtrain.ckpt.replication import wire
 from mtrain.ckpt.replication.wire import Line, Refused
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.errors import BadEnvironment, MtrainError, first_line
 from mtrain.launching.start import ANY_HOST, execute, importable, listening, python
 from mtrain.processes import kill
 
@@ -148,7 +148,7 @@ class Replication:
         except TimeoutError:
             return why
         except (MtrainError, OSError) as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         finally:
             self.listener.settimeout(None)
         return why

@@ -29,7 +29,7 @@ from mtrain.data.preprocess.readers import cut
 from mtrain.data.preprocess.sources import PARTIAL, REJECTED, REMOVED, UNIT, Source, Unit, plan
 from mtrain.data.preprocess.workers import Job, Pool, Worker
 from mtrain.data.store.indexed import write_index
-from mtrain.errors import ConfigError, CorruptInput
+from mtrain.errors import ConfigError, CorruptInput, first_line
 
 ENDINGS = (".bin", ".idx", token_files.SUFFIX, REJECTED, REMOVED)
 LIBRARIES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
@@ -79,7 +79,7 @@ def tokenize(
     except OtherIds as error:
         if job.spec.engine != "auto":
             raise
-        tell(f"{str(error).splitlines()[0]}: starting again with tokenizers")
+        tell(f"{first_line(error)}: starting again with tokenizers")
     again = replace(job, spec=replace(job.spec, engine="tokenizers"))
     return _made(again, prefix, replace(limits, fresh=True), lambda unit, totals: None, tell)
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable, locks, strict_json, units
-from mtrain.errors import BadEnvironment, CorruptData
+from mtrain.errors import BadEnvironment, CorruptData, first_line
 
 UNUSED_DAYS = 90
 RECENT_DAYS = 1
@@ -317,5 +317,5 @@ def load(path: Path) -> np.ndarray:
         # refuses arrays of objects, the only ones that are pickled
         return np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, OverflowError, SyntaxError, MemoryError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise CorruptData(f"{path}: not an array of numbers in numpy's format: {reason}") from error
