@@ -90,7 +90,7 @@ def plan(run: RunConfig, *, launch: str | None = None) -> Plan:
     """Decide the run folder and the checkpoint to resume.
 
     `launch` is the identity, such as "slurm 4711", of a launch that starts the run again after a
-    failure; None: there is no such launcher. A run does not continue in a named folder that another
+    failure; None: the launcher is unknown. A run does not continue in a named folder that another
     launch has begun, unless `checkpoint.resume=auto` requests it.
 
     Raises:

@@ -24,7 +24,7 @@ from mtrain.processes import kill
 
 MODULE = "mtrain.ckpt.replication.process"
 COME_S = 60.0
-"""Seconds that a machine which lacks its part waits for the one that gives it."""
+"""Seconds that a machine without its part waits for the giver."""
 
 
 class Replication:

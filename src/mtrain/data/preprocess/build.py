@@ -71,7 +71,7 @@ def tokenize(
         ConfigError: the files exist, or were begun with other settings; a learning flag of a record
             is neither yes nor no.
         CorruptInput: more records are rejected than the limit.
-        CorruptData: an input or the tokenizer has another format than its name says.
+        CorruptData: an input or the tokenizer does not have the format of its name.
         BadEnvironment: a library is missing, a process was killed, or the disk fails.
     """
     try:
@@ -295,7 +295,7 @@ def _index(folder: Path, dtype: np.dtype, totals: Totals) -> None:
             part = sequences[first : first + (1 << 20)]
             documents[first + 1 : first + 1 + len(part)] = np.cumsum(part, dtype=np.int64) + place
             place += int(part.sum(dtype=np.int64))
-        # the map stays until the index is written, and no draft of it is left behind
+        # the map stays until the index is written, and no draft of it remains
         path.unlink()
     write_index(index, lengths, dtype, documents)
     durable.sync(index)

@@ -158,7 +158,7 @@ def make_room(cache: Path) -> list[Path]:
     for used, folder in corpora:
         idle_days = (now - used) / DAY_S
         if idle_days > UNUSED_DAYS or (total > LIMIT_BYTES and idle_days > RECENT_DAYS):
-            with contextlib.suppress(OSError):  # removed meanwhile, or not ours
+            with contextlib.suppress(OSError):  # removed meanwhile, or another user's
                 if _remove(folder):
                     total -= sizes[folder]
                     gone.append(folder)
@@ -311,7 +311,7 @@ def _write(folder: Path, fill: Fill) -> None:
 def load(path: Path) -> np.ndarray:
     """Return the array of a `.npy` file as a memory map, without unpickling anything.
 
-    Raises CorruptData for a file of another format, or one that is shorter than its header says.
+    Raises CorruptData for a file of another format, or one shorter than its header declares.
     """
     try:
         # refuses arrays of objects, the only ones that are pickled
