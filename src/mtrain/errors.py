@@ -125,8 +125,17 @@ def _ended(text: str) -> str:
 
 def shortened(value: object) -> str:
     """Return a value as YAML spells it, cut where it is long."""
-    text = show(value)
+    return cut(show(value))
+
+
+def cut(text: str) -> str:
+    """Return the start of a text."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, or its type if it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def visible(text: str) -> str:

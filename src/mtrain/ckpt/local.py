@@ -38,7 +38,7 @@ from mtrain import durable, strict_json
 from mtrain.ckpt import folder
 from mtrain.ckpt.verification import verified
 from mtrain.config.compose.paths import CHECKPOINTS, LOCAL_FILE, MANIFEST, user_path
-from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.errors import BadEnvironment, MtrainError, first_line
 
 FILE = LOCAL_FILE
 OWNER = "local_of"
@@ -461,4 +461,4 @@ def _examined(path: Path, owner: str, written: int) -> str:
             return f"it is of step {manifest['step']}"
         return "; ".join(verified(path, manifest).damage[:1])
     except MtrainError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)

@@ -105,7 +105,7 @@ def summary(loaded: Loaded) -> str:
     c = run.cluster
     t = run.trainer
     dp = run.parallel.dp
-    micro = number_of(t.batch // (t.micro * dp), "micro-batch")
+    micro = number_of(run.micro_batches, "micro-batch")
     batch = f"{number_of(t.batch, 'sample')} = {micro} of {t.micro} on {number_of(dp, 'rank')}"
     sizes = counted(stages(run), t.steps)
     tokens = count(t.batch * run.data.length)

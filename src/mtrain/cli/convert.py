@@ -15,7 +15,7 @@ from mtrain.cli.convert_megatron import export_megatron, import_megatron, of_meg
 from mtrain.cli.output import refusal
 from mtrain.config.compose.dump import run_yaml
 from mtrain.config.compose.lock_file import read_run_file
-from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
+from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program, run_folder_of
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.rules import check
 from mtrain.config.schema.checkpoint import CheckpointConfig
@@ -129,7 +129,7 @@ def export(argv: list[str]) -> int:
     # Nobody deletes the checkpoint meanwhile.
     with reading(path):
         run = read_run_file(path / RUN_FILE)
-        home = _home_of(path)
+        home = run_folder_of(path)
         kind, body = _config_of(run, home, options.get("model_type"))
         if run.model.head:
             body = as_classifier(kind, body)
@@ -452,7 +452,7 @@ def _weights_at(path: Path, copies: dict[str, str]) -> Any:
         return reader
     checkpoint = newest(path, USAGE)
     run = read_run_file(path / RUN_FILE)
-    home = _home_of(checkpoint)
+    home = run_folder_of(checkpoint)
     kind, _ = _config_of(run, home, None)
     table = tables(kind, run.model)[0]
     copies |= held_twice(table, run.model)
@@ -483,7 +483,7 @@ def export_whole(words: list[str]) -> int:
     from mtrain.ckpt.export import export as write
     from mtrain.ckpt.store import Checkpoint
 
-    home = _home_of(target)
+    home = run_folder_of(target)
     tokenizer = home / "tokenizer.json"
     done = write(Checkpoint.open(checkpoint), out, tokenizer if tokenizer.is_file() else None)
     size = sum(file.stat().st_size for file in done.files)
@@ -491,10 +491,3 @@ def export_whole(words: list[str]) -> int:
     held = f"{done.tensors} tensors, {count(done.elements)} numbers"
     say(f"exported {checkpoint}: {held}, {bytes_(size)} in {out}{padding}")
     return 0
-
-
-def _home_of(checkpoint: Path) -> Path:
-    """Return the run folder of a checkpoint; any other folder is its own."""
-    if checkpoint.parent.name == CHECKPOINTS:
-        return checkpoint.parent.parent
-    return checkpoint

@@ -11,7 +11,7 @@ from mtrain.api import load
 from mtrain.cli.output import refusal, table
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import say_page, visible
+from mtrain.errors import first_line, say_page, visible
 from mtrain.layout.grid import RankGrid
 from mtrain.units import GIB, MIB, bytes_, count, in_unit
 
@@ -69,7 +69,7 @@ def _traced(run: RunConfig, rank: int) -> dict[str, Any]:
         if not _asks_for_values(error):
             raise
         # torch appends a page about its dispatcher to the first line.
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         rule = f"its step does not run on shapes only: {first}"
         raise refusal(
             rule, "plan, without --trace", "MT255", "model.name", run.model.name

@@ -410,7 +410,7 @@ def chat_collator(source: ChatSamples) -> Collator:
     """Return the collator for chats, whose loss mask selects the learned tokens.
 
     Packed chats do not attend to each other, and each begins at position 0; the padding of a sample
-    is a document of its own.
+    is a separate document.
     """
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
@@ -425,7 +425,7 @@ def document_collator(
 ) -> Collator:
     """Return the collator for next-token prediction in whole documents.
 
-    Each document begins at position 0, and the padding of a sample is a document of its own. The
+    Each document begins at position 0, as does the padding of a sample. The
     prediction after `masked_eod` does not count.
     """
 

@@ -95,7 +95,7 @@ def load(path: Path, size: int) -> np.ndarray:
         if held > MAX_BYTES:
             raise CorruptData(f"{bytes_(held)}; an image may have {bytes_(MAX_BYTES)}")
         with warnings.catch_warnings():
-            # warnings are about odd metadata; Pillow's own limit of pixels is above ours
+            # warnings are about odd metadata; Pillow's own limit of pixels is above this one
             warnings.simplefilter("ignore")
             with module.open(path, formats=FORMATS) as image:
                 width, height = image.size
@@ -224,7 +224,7 @@ def _of_conversations(turns: Any, keys: Keys) -> list[Span | object]:
     """Return questions after USER: and answers after ASSISTANT:, LLaVA's prompt; answers are
     learned.
 
-    LLaVA's own training had a system prompt before the first question, which is left out here.
+    LLaVA's own training had a system prompt before the first question, which is omitted here.
     """
     if not isinstance(turns, list) or len(turns) < 2:
         raise CorruptData("conversations are not a list of questions and answers")
@@ -402,7 +402,7 @@ def _check_records(records: Records, data: DataConfig, folder: Path, *, train: b
         with records.named(number):
             check_images(record, records.folder)
         digest.update(line)
-        # sizes stand for the contents of images, which are not read before training
+        # sizes replace the contents of images, which are not read before training
         for name in record.images:
             images += 1
             digest.update(b"\0%d" % (records.folder / name).stat().st_size)

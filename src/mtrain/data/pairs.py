@@ -14,7 +14,7 @@ from mtrain.data.chats.samples import NOTHING, ChatSamples, PairSamples, Sample
 class MockPairs:
     """Synthetic answers of lengths that differ, with the part of `PairSamples` that collators use.
 
-    The first quarter of an answer stands for the prompt, which is not learned. With `multiple`, a
+    The first quarter of an answer serves as the prompt, which is not learned. With `multiple`, a
     sample is two pairs, whose answers begin at multiples of it.
     """
 
@@ -106,7 +106,7 @@ def packed_pair_collator(source: Any) -> Collator:
         of = np.zeros((len(samples), length), np.int64)
         first = 0
         for row, sample in zip(of, samples, strict=True):
-            # Tokens behind the last answer of a row count with it, and have no weight.
+            # Tokens after the last answer of a row count with it, and have no weight.
             count = len(sample.starts) // 2 * 2
             row[list(sample.starts[1:count])] = 1
             row[:] = first + row.cumsum()

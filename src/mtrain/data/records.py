@@ -53,8 +53,9 @@ class Keys:
 
     def template_reads(self, key: str) -> bool:
         """Return whether a template reads a key: as `.key`, `'key'` or `"key"`."""
-        # A template is a program, so what it reads cannot be known. A name that it mentions counts:
-        # taken for read when it is not, a key is lost; the other way, a good file is refused.
+        # A template is a program, so nobody knows which keys it reads. A name that it mentions
+        # counts: taken for read when it is not, a key is lost; the other way, a good file is
+        # refused.
         word = re.escape(key)
         return re.search(rf"""\.\s*{word}\b|'{word}'|"{word}\"""", self.template) is not None
 

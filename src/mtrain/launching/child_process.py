@@ -105,7 +105,7 @@ def _execute(name: str, run: RunConfig, arguments: dict[str, Any], write_end: in
     environment = {**importable(os.environ), PARENT: str(os.getpid())}
     # A configuration may be longer than the system allows a command line to be.
     given, giving = os.pipe()
-    # A child that ended early breaks the pipe; its exit code says why it ended.
+    # A child that ended early breaks the pipe; its exit code gives the reason.
     with suppress(BrokenPipeError), os.fdopen(giving, "w") as pipe:
         try:
             command = python("mtrain.launching.child_process", str(given), str(write_end))

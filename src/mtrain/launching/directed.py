@@ -1,5 +1,5 @@
-"""The launchers of a run with one process on each machine: the first starts the run, and those of
-the other machines do what the first one says.
+"""The launchers of a run with one process on each machine: the first starts the run, and the others
+follow its orders.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Follower:
         self.replication: Replication | None = None
 
     def follow(self) -> int:
-        """Do what the first machine says until it ends the run; return the run's exit code.
+        """Follow the first machine's orders until it ends the run; return the run's exit code.
 
         Raises:
             TrainingError: the first machine is lost.

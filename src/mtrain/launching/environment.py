@@ -283,7 +283,7 @@ def _of_nccl(run: RunConfig, place: Place) -> Wanted:
     folder = place.errors or place.scratch
     reason = "the files of the flight recorder, up to the rank; torchfrtrace reads them"
     yield "TORCH_FR_DUMP_TEMP_FILE", str(folder / "flight_rank_"), reason, ()
-    # a name of its own for each run, as runs of one user share the scratch folder
+    # a separate name for each run, as runs of one user share the scratch folder
     token = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
     pipe = str(place.scratch.parent / f"{place.scratch.name}-{token}-")
     reason = (

@@ -25,7 +25,7 @@ from mtrain.config.machine.installed import version_of
 from mtrain.config.resolve.batches import counted, samples_of, stages
 from mtrain.config.resolve.resolution import Machine
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, MtrainError
+from mtrain.errors import BadEnvironment, ConfigError, MtrainError, first_line
 from mtrain.goodput.account import FILE
 from mtrain.goodput.log import LOG
 from mtrain.launching import matmul, resume
@@ -90,7 +90,7 @@ def plan(run: RunConfig, *, launch: str | None = None) -> Plan:
     """Decide the run folder and the checkpoint to resume.
 
     `launch` is the identity, such as "slurm 4711", of a launch that starts the run again after a
-    failure; None: there is no such launcher. A run does not continue in a named folder that another
+    failure; None: the launcher is unknown. A run does not continue in a named folder that another
     launch has begun, unless `checkpoint.resume=auto` requests it.
 
     Raises:
@@ -233,7 +233,7 @@ def unseen(home: Path, digest: str) -> str:
                 return ""
             why = f"it holds another configuration than rank 0 wrote (digest {digest[:12]})"
         except (MtrainError, OSError) as error:
-            why = str(error).strip().splitlines()[0]
+            why = first_line(error)
         if time.monotonic() > deadline:
             machine = os.uname().nodename
             return (

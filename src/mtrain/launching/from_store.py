@@ -1,7 +1,7 @@
 """The checkpoint of an object store that a run continues or starts from.
 
 A folder of the run on this machine goes on, if there is one; else one is made, with the
-configuration of the checkpoint. In it a folder stands for the checkpoint, and ranks read the parts
+configuration of the checkpoint. In it a folder represents the checkpoint, and ranks read the parts
 that they need from the store (see `ckpt.sources`). Weights to start from get a folder below that of
 the runs.
 """
@@ -38,7 +38,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,200}")
 def brought(
     run: RunConfig, *, launch: str | None, restarted: str | None, say: Callable[[str], None]
 ) -> RunConfig:
-    """Return a run that resumes a run folder, in which a folder stands for the checkpoint of an
+    """Return a run that resumes a run folder, in which a folder represents the checkpoint of an
     address; the same run if its `checkpoint.resume` needs none.
 
     `auto` and `latest` take the newest checkpoint of `checkpoint.remote` if no folder here has a
@@ -46,7 +46,7 @@ def brought(
 
     Raises:
         ConfigError: there is no checkpoint at the address that is named.
-        CorruptData: an object is not what was written.
+        CorruptData: an object has changed since it was written.
         BadEnvironment, BadPlace: the store or the disk refuses.
     """
     how = folder.resume_of(run, restarted)
@@ -72,7 +72,7 @@ def _with_weights(
     run: RunConfig, url: str, say: Callable[[str], None], *, again: bool
 ) -> RunConfig:
     """Return a run that starts from a folder with the newest checkpoint of an address, or with the
-    one that it names; `again`: a start that may resume keeps what an earlier one took.
+    one that it names; `again`: a start that may resume keeps an earlier one's choice.
     """
     digest = hashlib.sha256(url.encode()).hexdigest()[:8]
     label = re.sub(r"[^\w.+-]", "-", url.rstrip("/").rpartition("/")[2])
@@ -133,7 +133,7 @@ def _resumed(
                 ours = run.checkpoint.remote == source
                 identity = secrets.token_hex(8)
                 note(home, source if ours else None, identity, brought=ours, source=source)
-    # A named step continues from there; otherwise what is newest decides, also a local one.
+    # A named step continues from there; otherwise the newest checkpoint decides, also a local one.
     target = here if named and place.is_checkpoint else home
     return _with(run, resume=str(target))
 
@@ -158,7 +158,7 @@ def _home(run: RunConfig, source: str, owner: Mapping[str, Any]) -> Path | None:
 
 
 def _refer(place: Place, home: Path, say: Callable[[str], None]) -> Path:
-    """Make a folder of a run stand for a checkpoint, unless the run has it; return its path."""
+    """Make a folder of a run represent a checkpoint, unless the run has it; return its path."""
     root = home / CHECKPOINTS
     final = root / place.name
     marker = final / ckpt_folder.MANIFEST

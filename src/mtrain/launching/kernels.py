@@ -31,7 +31,7 @@ def compile_kernels(run: RunConfig, stages: Mapping[str, int], count: int, repor
     """
     began = time.monotonic()
     os.nice(NICE)
-    # Libraries greet at their import, and the compiler prints what it does not like.
+    # Libraries greet at their import, and the compiler prints warnings.
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)

@@ -4,7 +4,7 @@ Each of the others holds one connection to the first, on which lines of JSON go 
 that ends closes its connection at once; a machine that is lost answers no probe of the kernel. No
 launcher has a thread, so each may fork its ranks again.
 
-The first machine says `prepare`, `show` (local checkpoints), `vouch` (for a copy of another
+The first machine sends `prepare`, `show` (local checkpoints), `vouch` (for a copy of another
 machine's part), `give` and `take` (such a part), `start` (the ranks of one attempt), `halt` (end
 them) and `end`. The others answer `ready`, `held`, `done` (an order about a part), `failing` (a
 rank has failed) and `report` (all ranks have ended).
@@ -90,7 +90,7 @@ class Connection:
             raise Lost(error.strerror or str(error)) from None
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that are complete with what arrives next.
+        """Return the messages that the next bytes complete.
 
         Raises:
             Lost: the connection has ended, or somebody else than a launcher is at its other end.
@@ -402,7 +402,7 @@ class Director:
         return absent
 
     def _gather(self, seconds: float) -> list[int]:
-        """Wait for the launchers of all machines; return the numbers of those that are absent."""
+        """Wait for the launchers of all machines; return the numbers of absent ones."""
         deadline = time.monotonic() + seconds
         strangers: list[Connection] = []
         while absent := [n for n in range(1, self.place.size) if n not in self.peers]:
@@ -447,7 +447,7 @@ class Director:
         connection.close()
 
     def _hear(self, seconds: float | None) -> None:
-        """Take note of what the others say within so many seconds, None: of what comes next."""
+        """Record the others' messages within so many seconds, None: the next ones."""
         known = {peer.connection: peer for peer in self.peers.values()}
         for one in ready(list(known), seconds) or ():
             peer = known[one]

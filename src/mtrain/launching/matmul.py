@@ -29,8 +29,8 @@ def chosen(
     the faster one.
 
     A resumed run keeps its library, so that it ends bitwise where it would have ended. `measured`
-    is the result of `measure` in another process, for a launcher that must not start threads. Where
-    it is missing, and the cache has no result, this process measures.
+    is the result of `measure` in another process, for a launcher that must not start threads. If it
+    is missing, and the cache has no result, this process measures.
     """
     if run.kernels.cpu_matmul not in (None, "auto") or not _applies(run):
         return run

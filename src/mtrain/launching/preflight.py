@@ -170,7 +170,7 @@ def _disk_shortages(run: RunConfig) -> Iterator[Shortage]:
         place = next(p for p in (folder, *folder.parents) if p.is_dir())
         disk = shutil.disk_usage(place)
     except (OSError, StopIteration):
-        return  # the error of making the folder says more
+        return  # the error of making the folder has more details
     if not disk.total:  # some file systems in user space do not report their size
         return
     free = f"free at {place}: {units.bytes_(disk.free)}"
@@ -205,7 +205,7 @@ def _fewer(run: RunConfig, found: Storage, free: int) -> str:
     """Return a lower `checkpoint.keep` with which all checkpoints fit, or another disk."""
     elsewhere = "log.runs_dir=FOLDER on a larger disk"
     one = run.checkpoint.model_copy(update={"keep": 1})
-    # besides the newest: the one that is being written, permanent ones and the best
+    # besides the newest: the present save, permanent ones and the best
     others = at_once(run.model_copy(update={"checkpoint": one})) - 1
     keep = (free - found.exports - found.first) // found.further + 1 - others
     return f"checkpoint.keep={keep}, or {elsewhere}" if keep > 0 else elsewhere
@@ -226,7 +226,7 @@ def _refusal(run: RunConfig, machine: Machine, lacking: Sequence[Shortage]) -> l
 def _working(
     run: RunConfig, machine: Machine, argv: Sequence[str]
 ) -> Iterator[tuple[list[str], str]]:
-    """Yield the commands that this machine can run, as words, each with what it does."""
+    """Yield the commands that this machine can run, as words, each with its purpose."""
     words = [shlex.join(argv)] if argv else []
     yield [program(), "check", *words], "validate this configuration without running it"
     yield [program(), "show", *words], "see every value and who set it"

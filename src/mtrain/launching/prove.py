@@ -88,7 +88,7 @@ class Proof:
 
     @property
     def equal(self) -> bool:
-        """Return whether the layout computes what one rank computes."""
+        """Return whether the layout and one rank compute the same."""
         return all(one.equal for one in self.comparisons) and not self.dropout
 
 

@@ -18,13 +18,13 @@ from mtrain.ckpt import local as ckpt_local
 from mtrain.ckpt.replication import wire
 from mtrain.ckpt.replication.wire import Line, Refused
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, MtrainError
+from mtrain.errors import BadEnvironment, MtrainError, first_line
 from mtrain.launching.start import ANY_HOST, execute, importable, listening, python
 from mtrain.processes import kill
 
 MODULE = "mtrain.ckpt.replication.process"
 COME_S = 60.0
-"""Seconds that a machine which lacks its part waits for the one that gives it."""
+"""Seconds that a machine without its part waits for the giver."""
 
 
 class Replication:
@@ -148,7 +148,7 @@ class Replication:
         except TimeoutError:
             return why
         except (MtrainError, OSError) as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         finally:
             self.listener.settimeout(None)
         return why

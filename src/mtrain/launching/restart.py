@@ -1,7 +1,7 @@
 """Restarts of a run: after a failure its ranks start again, on all machines, in the same folder,
 from the newest committed checkpoint.
 
-The launcher has no state of the run but the furthest step, so a restart costs what a resume costs,
+The launcher has no state of the run but the furthest step, so a restart costs as much as a resume
 without the imports. A step counts as reached once its line is in `metrics.jsonl`, or once a rank
 that recorded its end was in a later one.
 """
@@ -78,7 +78,7 @@ class Starts(Protocol):
         """
 
     def replace_lost(self, failure: Failure) -> None:
-        """Wait for what takes the place of lost machines.
+        """Wait for the substitutes of lost machines.
 
         Raises:
             TrainingError: nothing came in time.
@@ -110,7 +110,7 @@ class Attempts:
         """Train to the end, with as many restarts as `resilience` allows.
 
         Raises:
-            MtrainError: the first error since the last new step, if no restart is left or would
+            MtrainError: the first error since the last new step, if no restart remains or would
                 help.
             Preempted: stopped on request, also between two starts.
         """
@@ -140,7 +140,7 @@ class Attempts:
         replace_lost: Callable[[Failure], None] = lambda _: None,
     ) -> None:
         """Prepare the next start; `memory` is that of ranks whose processes go on, and
-        `replace_lost` waits for what takes the place of lost machines.
+        `replace_lost` waits for the substitutes of lost machines.
 
         Raises:
             MtrainError: there is none.
@@ -152,7 +152,7 @@ class Attempts:
         self.furthest = reached
         self.futile.append(failure)
         self._refuse()
-        # First: what its machine holds decides where the run goes on.
+        # First: the files of its machine decide where the run continues.
         replace_lost(failure)
         root = self.home / CHECKPOINTS
         with suppress(OSError):
@@ -204,7 +204,7 @@ class Attempts:
             self.times.append(self.clock() - ago.total_seconds())
 
     def _refuse(self) -> None:
-        """Raise the first error since the last new step if no restart is left."""
+        """Raise the first error since the last new step if no restart remains."""
         limit = self.run.resilience.restarts
         first = self.futile[0]
         if not limit:
@@ -293,7 +293,7 @@ def _aside(errors: Path, number: int) -> Path:
 
 
 def _put_aside(errors: Path, number: int) -> Path:
-    """Move the records of a failed start into a folder of its own, and return it."""
+    """Move the records of a failed start into its own folder, and return it."""
     folder = _aside(errors, number)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,7 @@ def blocked() -> Iterator[None]:
 def scratch_folder(prefix: str = "mtrain-") -> Iterator[Path]:
     """Make a temporary folder, and remove it on the way out.
 
-    No stop leaves it behind: a request that arrives while the folder is made or removed waits.
+    It does not outlive a stop: a request that arrives while the folder is made or removed waits.
     """
     _postponed.hold()
     try:

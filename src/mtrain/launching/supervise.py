@@ -43,7 +43,7 @@ END_S = 1.0
 # Seconds for the stacks of one rank
 SAMPLE_S = 3.0
 NO_SAMPLER = "py-spy takes the stacks of such a rank (pip install 'mtrain[debug]')"
-# Bad input, a bad environment and damaged data stay what they are
+# No restart mends bad input, a bad environment or damaged data
 NOT_RESTARTED = (ConfigError.exit_code, BadEnvironment.exit_code, CorruptData.exit_code)
 
 
@@ -307,7 +307,7 @@ class Supervisor:
             text = f"rank {rank}: {summary}"
         else:
             text = f"rank {rank} failed first: {cause['kind']}: {summary}"
-            # A collective that fails does not say that the ranks called different ones.
+            # A failed collective does not prove that the ranks called different ones.
             differ, _ = fingerprints.disagreement(self._collectives())
             more = [f"  collectives: {differ}"] if differ else []
             details = f"; details in {self.errors / record_name(rank)}" if self.advice else ""
@@ -328,7 +328,7 @@ class Supervisor:
         return f"{text}; {self.advice}" if saved else text
 
     def _collectives(self) -> dict[int, list[Fingerprint]]:
-        """Return the last collectives of each rank, also of those that are dead or stopped."""
+        """Return the last collectives of each rank, dead and stopped ones included."""
         if self.memory is None:
             return {}
         return {self.first + place: self.memory.read(place) for place in range(self.size)}

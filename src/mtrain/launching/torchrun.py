@@ -17,7 +17,14 @@ from mtrain.ckpt.folder import is_checkpoint
 from mtrain.config.compose.paths import program
 from mtrain.config.resolve.defaults import usual_join_timeout_s
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, MtrainError, TrainingError, say
+from mtrain.errors import (
+    BadEnvironment,
+    ConfigError,
+    MtrainError,
+    TrainingError,
+    first_line,
+    say,
+)
 from mtrain.launching import folder, from_store, matmul, uploads
 from mtrain.launching.child_process import prepare
 from mtrain.launching.warming import Warming
@@ -146,7 +153,7 @@ def train(run: RunConfig, argv: list[str]) -> int:
                 raise fault from error
             if not describe(error)["peer_lost"]:
                 raise
-            first = str(error).strip().splitlines()[0]
+            first = first_line(error)
             raise TrainingError(f"another rank has failed or ended: {first}") from error
     if not together:
         leave(0)

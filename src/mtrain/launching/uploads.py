@@ -1,5 +1,5 @@
 """The address to which a run's checkpoints are uploaded: it is claimed before any rank starts, a
-process of its own uploads, and the run waits for it at the end.
+separate process uploads, and the run waits for it at the end.
 
 One process of the machine of rank 0 uploads everything: the launcher's child, or that of rank 0
 where another launcher started the ranks.
@@ -142,7 +142,7 @@ def uploading(
 ) -> Iterator[None]:
     """Upload the checkpoints of the run folder `home` meanwhile, and wait for the last one.
 
-    `checkpoint` is the one that the run continues from; `barred`: a progress bar may stand in the
+    the run continues from `checkpoint`; `barred`: a progress bar may stand in the
     last line of the terminal.
 
     Raises:
@@ -158,7 +158,7 @@ def uploading(
         yield
         problem = process.result(run.checkpoint.barrier_timeout_s)
     except MtrainError:
-        # The run has an error of its own, or was stopped.
+        # The run has its own error, or was stopped.
         if problem := process.result(run.checkpoint.barrier_timeout_s):
             warn(problem)
         raise

@@ -2,8 +2,7 @@
 
 The list of kernels is the record of an earlier run like this one; without a record, it comes from a
 step on tensors without memory (`mtrain.train.trace.launches`). The processes are niced, call no
-driver and end with the one that started them. A kernel that they do not compile is compiled at its
-launch.
+driver and end with their parent. A kernel that they do not compile is compiled at its launch.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": text,
         "exit_code": error.exit_code if isinstance(error, MtrainError) else 1,
         "expected": expected,
-        # The ranks that wait for one that hangs report it, and none of them is at fault.
+        # The ranks that wait for a hanging one report it, and none of them is at fault.
         "at_fault": getattr(error, "rank", None),
         "peer_lost": not expected and is_peer_lost(text),
         "problems": [{**asdict(p), "value": show(p.value)} for p in problems],
@@ -244,7 +244,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def environment_fault(error: BaseException) -> BadEnvironment | None:
-    """Return the fault of the environment behind an error, with its fix, or None."""
+    """Return the environment's fault that caused an error, with its fix, or None."""
     # torch and gloo raise RuntimeError with the text of the system error and without its number
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None

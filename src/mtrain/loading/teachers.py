@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mtrain.config.compose.paths import CHECKPOINTS, user_path
+from mtrain.config.compose.paths import run_folder_of, user_path
 from mtrain.config.resolve.model_tokenizer import model_tokenizer, sha256_of, tokenizer_of
 from mtrain.config.rules import findings
 from mtrain.config.rules.objectives import ENCODERS
@@ -80,7 +80,7 @@ def different_ids(run: RunConfig, teacher: RunConfig, folder: Path | None) -> st
     file = user_path(run.data.tokenizer) if run.data.tokenizer else model_tokenizer(run)
     if folder is None:
         return sizes
-    home = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+    home = run_folder_of(folder)
     other = tokenizer_of(home)
     if file is None or other is None or not Path(file).is_file():
         return sizes

@@ -134,10 +134,9 @@ class StageMemory:
         """Return the bytes kept of all micro-batches in flight where they are the most, and how
         many of each chunk these are.
         """
-        micro = self.run.trainer.batch // (self.run.trainer.micro * self.run.parallel.dp)
         once = [shared(chunk) for chunk in self.chunks] or [0] * len(self.kept)
         each = [kept - common for kept, common in zip(self.kept, once, strict=True)]
-        most, numbers = most_in_flight(self.run, self.stage, each, max(1, micro))
+        most, numbers = most_in_flight(self.run, self.stage, each, self.run.micro_batches)
         return (
             most + sum(common for common, number in zip(once, numbers, strict=True) if number),
             numbers,
@@ -215,7 +214,7 @@ class StageMemory:
             return 0
         run = self.run
         r = self.rank
-        number = max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
+        number = run.micro_batches
         k = run.objective.distil_top_k
         if k is not None:
             return number * r.tokens * (k * ID_BYTES + (k + 1) * FP32)

@@ -9,7 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from mtrain.config.compose.lock_file import read_run_file
-from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, choices_of_group, user_path
+from mtrain.config.compose.paths import (
+    RUN_FILE,
+    choices_of_group,
+    run_folder_of,
+    user_path,
+)
 from mtrain.config.resolve.resolution import Machine, resolve
 from mtrain.config.schema.model import ModelConfig
 from mtrain.config.schema.objective import DRAWN, ObjectiveConfig
@@ -78,7 +83,7 @@ def file_of_teacher(folder: Path) -> Path | None:
     """Return the file with the model of a run folder, of a checkpoint or of a Hugging Face folder;
     None if it has none.
     """
-    home = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+    home = run_folder_of(folder)
     files = (folder / RUN_FILE, home / RUN_FILE, folder / HF_CONFIG)
     return next((file for file in files if os.path.isfile(file)), None)
 

@@ -74,7 +74,7 @@ def timeline(stages: Sequence[StageMemory], *, whole: bool = False) -> Timeline:
     """
     run = stages[0].run
     p = run.parallel
-    every = max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
+    every = run.micro_batches
     if not all(stage.chunks for stage in stages):
         raise ValueError(f"the family {run.model.family} does not say what its layers compute")
     group = (p.microbatch_group_size_per_vp_stage or p.pp) if p.vpp > 1 else 1

@@ -32,7 +32,7 @@ from mtrain.ckpt.remote import transfer
 from mtrain.ckpt.remote.place import Place, Remote
 from mtrain.ckpt.retention import Policy
 from mtrain.config.compose.paths import CHECKPOINTS
-from mtrain.errors import MtrainError, say_page, warn
+from mtrain.errors import MtrainError, first_line, say_page, warn
 from mtrain.processes import LONGEST_RETRY_S, RETRY_S, die_with, guarded
 
 UPLOADS = "uploads.jsonl"
@@ -260,7 +260,7 @@ def _line(error: Exception) -> str:
     """Return the first line of an error."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 class _Orders:

@@ -25,7 +25,7 @@ from mtrain.ckpt import folder, hashes
 from mtrain.ckpt.local import OWNER, PART
 from mtrain.ckpt.verification import verified
 from mtrain.config.compose.paths import MANIFEST
-from mtrain.errors import MtrainError
+from mtrain.errors import MtrainError, first_line
 from mtrain.units import MIB
 
 Address = tuple[str, int]
@@ -253,4 +253,4 @@ def _write(line: Line, path: Path, nbytes: int) -> None:
 def _text(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or 'the connection'}: {error.strerror or error}"
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)

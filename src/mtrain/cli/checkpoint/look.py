@@ -26,7 +26,7 @@ from mtrain.config.compose.paths import CHECKPOINTS, RUN_FILE, program
 from mtrain.config.messages.keys import effect_of
 from mtrain.config.schema.base import Effect
 from mtrain.config.schema.run import RunConfig
-from mtrain.errors import BadEnvironment, ConfigError, CorruptData, say, say_page
+from mtrain.errors import BadEnvironment, ConfigError, CorruptData, first_line, say, say_page
 from mtrain.launching.verdict.damage import strangers
 from mtrain.launching.verdict.figures import nbytes
 from mtrain.loading.checkpoints import newest
@@ -131,7 +131,7 @@ def _row(path: Path) -> dict[str, Any]:
         folder.read_manifest(path, verify=False)
     except (CorruptData, BadEnvironment) as error:
         state = "damaged" if folder.is_checkpoint(path) else "not committed"
-        return row | {"state": state, "why": str(error).splitlines()[0]}
+        return row | {"state": state, "why": first_line(error)}
     url = address_of(path)
     return row | {"state": "complete" if url is None else f"complete, at {url}"}
 
@@ -148,7 +148,7 @@ def _remote_rows(place: Place) -> Iterator[dict[str, Any]]:
                 manifest = described(place / one.name, Path(scratch))
                 yield row | _facts(Path(scratch), manifest) | {"state": "complete"}
         except CorruptData as error:
-            yield row | {"state": "damaged", "why": str(error).splitlines()[0]}
+            yield row | {"state": "damaged", "why": first_line(error)}
 
 
 def _empty(name: str, nbytes: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from mtrain.config.messages.unread import (
     why_unread,
 )
 from mtrain.config.schema.run import GROUPS
-from mtrain.errors import MAX_PROBLEMS, MAX_SHOWN, ConfigError, Problem
+from mtrain.errors import MAX_PROBLEMS, ConfigError, Problem, cut
 
 # Limits: characters of one argument, and of all of them.
 MAX_ARGUMENT = 4096
@@ -113,10 +113,7 @@ def _note(argument: str, out: Overrides) -> Problem | None:
             (out.said[p] for p in (path, *sections) if p in out.said), None
         ) or out.above.get(path)
         if first is not None:
-            rule = (
-                f"set twice, as {shortened(first)} and as {shortened(argument)}; one of them would"
-                " be lost"
-            )
+            rule = f"set twice, as {cut(first)} and as {cut(argument)}; one of them would be lost"
             # a choice may not be there
             both = "keep one of them" if key in GROUPS else f"{first} or {argument}"
             return _bad(key, text, rule, first if first == argument else both, "MT004")
@@ -124,11 +121,6 @@ def _note(argument: str, out: Overrides) -> Problem | None:
         for section in sections:
             out.above.setdefault(section, argument)
     return None
-
-
-def shortened(text: str) -> str:
-    """Return the start of a user's text."""
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _bad(path: str, value: object, rule: str, fix: str, code: str = "MT010") -> Problem:
@@ -383,8 +375,7 @@ def jobs(argv: Sequence[str]) -> list[Job]:
                 problems.append(Problem("MT010", key, text, rule, fix, COMMAND_LINE))
         if equals and key in given:
             rule = (
-                f"set twice, as {shortened(given[key])} and as {shortened(argument)}; one of them"
-                " would be lost"
+                f"set twice, as {cut(given[key])} and as {cut(argument)}; one of them would be lost"
             )
             problems.append(Problem("MT004", key, text, rule, "keep one of them", COMMAND_LINE))
         given[key] = argument

@@ -236,6 +236,11 @@ def user_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def run_folder_of(folder: Path) -> Path:
+    """Return the run folder of a checkpoint's folder; any other folder is its own."""
+    return folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+
+
 def names_near(path: Path, limit: int = 3) -> list[str]:
     """Return existing paths that resemble a missing one, best first.
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from mtrain.config.compose.dump import override
 from mtrain.config.compose.origins import COMMAND_LINE
 from mtrain.config.compose.paths import (
-    CHECKPOINTS,
     ENVIRONMENT,
     LOCAL_FILE,
     REMOTE_FILE,
     RESUME_WORDS,
+    run_folder_of,
     user_path,
 )
 from mtrain.config.messages.keys import field_of
@@ -214,8 +214,7 @@ def _places_of(home: Path) -> list[str]:
 
 def _home_of(base: Path) -> Path:
     """Return the run folder of a run file, which may be that of one of its checkpoints."""
-    folder = user_path(str(base)).parent
-    return folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+    return run_folder_of(user_path(str(base)).parent)
 
 
 def _noted(file: Path) -> dict[str, object]:

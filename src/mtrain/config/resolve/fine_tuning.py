@@ -132,7 +132,7 @@ def samples_of_an_epoch(run: RunConfig) -> int | None:
     d = run.data
     if d.kind not in CHATS or d.path is None:
         return None
-    # Why there is none is for the rules to report.
+    # The rules report the reason why there is none.
     file, _ = records_of(user_path(d.path), "what the chats are")
     if file is None:
         return None

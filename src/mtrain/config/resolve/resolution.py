@@ -31,7 +31,7 @@ from mtrain.units import GIB
 
 # The prefix of reasons that depend only on the machine.
 HERE = "on this machine"
-# The cluster that stands for this machine.
+# The cluster that means this machine.
 LOCAL = ClusterConfig.model_fields["name"].default
 # Keys of a cluster that follow from the kind of its devices.
 OF_A_DEVICE = {
@@ -88,7 +88,7 @@ class Machine:
 
         Args:
             environment: the variables; some hide GPUs.
-            root: the folder that stands for `/`. With another one than `/`, no library is called.
+            root: the folder in place of `/`. With another one than `/`, no library is called.
             driver: NVIDIA's driver, if its library was called before; None: it is called now.
         """
         if driver is None and root == hardware.ROOT:
@@ -116,7 +116,7 @@ def world_size_of(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of processes that a launcher such as torchrun started; None without a
     launcher.
 
-    A single process without a rendezvous is a run of its own.
+    A single process without a rendezvous is a separate run.
     """
     text = environment.get("WORLD_SIZE", "")
     if not text.isdigit() or not environment.get("RANK"):

@@ -46,7 +46,7 @@ from mtrain.config.rules.rule import Rule, rules_in
 from mtrain.config.schema.run import RunConfig, UnresolvedRun
 from mtrain.errors import Problem
 
-# Problems are reported in this order: first what decides the shape of a run.
+# Problems are reported in this order: first the keys that decide the shape of a run.
 _MODULES = (
     layout,
     pipeline,
@@ -216,9 +216,7 @@ class _Trial:
             return None
 
     def repair(self, change: Change, finding: Finding, depth: int) -> Change | None:
-        """Return `change` with at most `depth` more changes for what it breaks; None if `finding`
-        stays.
-        """
+        """Return `change` with at most `depth` more for rules that it breaks; None: no success."""
         after = self.outcome(change) if self.left > 0 else None
         if after is None or (finding.code, finding.path) in {(f.code, f.path) for f in after}:
             return None

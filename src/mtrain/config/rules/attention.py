@@ -271,7 +271,7 @@ def sparse_recomputation(run: RunConfig) -> Iterator[Finding]:
         return
     others = [name for name in modules if name != CORE]
     fixes: list[Change] = each(MODULES, [others] if others else [])
-    # Only the whole layer can be recomputed, since its input is what the indexer reads.
+    # Only the whole layer can be recomputed, since the indexer reads its input.
     fixes += [{MODULES: ["layernorm"]}, {GRANULARITY: "none", MODULES: None}, NO_DSA]
     yield Finding("MT453", MODULES, f"{CORE}, {DSA}", fixes)
 

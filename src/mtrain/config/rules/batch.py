@@ -58,7 +58,7 @@ def batch_divisibility(run: RunConfig) -> Iterator[Finding]:
     near = multiples(t.batch, step * (run.parallel.pp if run.parallel.vpp > 1 else 1))
     fixes = each(BATCH, near)
     if t.batch % dp == 0:
-        # Only smaller micro-batches: they need less memory than the one that was planned.
+        # Only smaller micro-batches: they need less memory than the planned one.
         sizes = nearest(t.micro, divisors(t.batch // dp, t.micro))
         fixes = [*each(MICRO, sizes[:2]), *fixes]
     if t.rampup_batch_size is not None or t.batch_size_schedule is not None:

@@ -199,7 +199,7 @@ def expert_axes(run: RunConfig) -> Iterator[Finding]:
         one = {"parallel.ep": 1}
         fixes: list[Change] = [one, {**one, "parallel.ranks": None}]
         yield Finding("MT120", "parallel.ep", f"ep {p.ep}, model.moe is null", fixes)
-    # etp follows tp by default, which says nothing about experts.
+    # etp follows tp by default, regardless of experts.
     if p.etp is not None and p.etp != p.tp:
         detail = f"etp {p.etp}, model.moe is null"
         yield Finding("MT121", "parallel.etp", detail, [{"parallel.etp": None}])
@@ -337,7 +337,7 @@ def capacity(run: RunConfig) -> Iterator[Finding]:
         yield Finding("MT230", CAPACITY, detail, [DROPLESS, AUX])
     if moe.token_dispatcher_type == "allgather":
         yield Finding("MT230", CAPACITY, "the allgather dispatcher", [DROPLESS, ALLTOALL])
-    # A rank's share of the tokens depends on the layout, and so does what exceeds a capacity.
+    # A rank's share of the tokens depends on the layout, as do the tokens beyond a capacity.
     if p.sequence_parallel or p.cp > 1:
         yield Finding("MT231", CAPACITY, f"tp {p.tp} * cp {p.cp}", [DROPLESS])
 

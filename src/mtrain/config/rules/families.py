@@ -101,7 +101,7 @@ def rules_of(name: str) -> tuple[Rule, ...]:
     if families.has(name, "rules"):
         own = families.part(name, "rules", "RULES", tuple)
     if not families.ships(name):
-        # A prefix of its own keeps codes of plug-ins apart from each other and from MT codes.
+        # A separate prefix distinguishes a plug-in's codes from other plug-ins' and from MT codes.
         begin = code_prefix(name)
         for code in (code.code for each in own for code in each.codes):
             if not code.removeprefix(begin).isdecimal() or not code.startswith(begin):

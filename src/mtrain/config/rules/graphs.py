@@ -292,7 +292,7 @@ _ALONE: tuple[tuple[str, object, str], ...] = (
     ("trainer.sample_tokens", 0, "text of growing length has no shape that was captured"),
     ("peft.kind", None, "layers with frozen weights are captured without a backward"),
 )
-"""Key, the value that goes with CUDA graphs, and why others do not."""
+"""Key, its value for CUDA graphs, and why others fail."""
 
 
 @rule(

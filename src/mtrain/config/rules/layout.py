@@ -34,7 +34,7 @@ def _tp_fixes(run: RunConfig, number: int) -> list[Change]:
     """
     p = run.parallel
     out: list[Change] = []
-    # Degrees beyond twice the given one are hardly what was meant.
+    # Nobody means degrees beyond twice the given one.
     for tp in nearest(p.tp, [d for d in divisors(number, 2 * p.tp) if d != p.tp]):
         change: dict[str, object] = {"parallel.tp": tp}
         out.append(change)
@@ -171,7 +171,7 @@ def _grid_fixes(run: RunConfig, step: int) -> list[Change]:
     # Experts, replicas and virtual stages have a smallest world of their own.
     near = multiples(p.ranks, math.lcm(step, smallest_world(p)))
     fixes = each("parallel.ranks", [None, *near])
-    # The largest degrees come first, because they are nearest to what the user asked for.
+    # The largest degrees come first, because they are nearest to the user's.
     degrees = (
         divisors(run.model.num_attention_heads, p.tp),
         divisors(run.model.num_layers, p.pp),

@@ -32,7 +32,7 @@ def latent_norm_epsilon(run: RunConfig) -> Iterator[Finding]:
     if m.mla is None or m.mla.layernorm_epsilon in (None, m.layernorm_epsilon):
         return
     same: Change = {MLA_EPSILON: None}
-    # qk_layernorm is what builds norms behind MLA's low-rank projections.
+    # qk_layernorm builds the norms after MLA's low-rank projections.
     if not m.qk_layernorm:
         fixes = [{"model.qk_layernorm": True}, same]
         yield Finding("MT267", MLA_EPSILON, "model.qk_layernorm is false", fixes)
@@ -126,7 +126,7 @@ def rotary_width(run: RunConfig) -> Iterator[Finding]:
     m = run.model
     if m.position_embedding_type != "rope":
         return
-    # MLA rotates a part of its own, with its own width.
+    # MLA rotates a separate part with its own width.
     whole = m.mla.qk_pos_emb_head_dim if m.mla is not None else m.head_dim
     width = int(whole * m.rotary_percent)
     if width >= 2 and width % 2 == 0:

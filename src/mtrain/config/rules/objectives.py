@@ -92,7 +92,7 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
             False,
             "it gives the two answers of a pair to different ranks",
         ),
-        # MT344 says so of files of chats.
+        # MT344 reports it for files of chats.
         (
             "data.fim.rate",
             run.data.fim.rate and run.data.kind not in CHATS,
@@ -112,7 +112,7 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
 
 
 def _apart(run: RunConfig) -> bool:
-    """Return whether each answer stands in a row of its own."""
+    """Return whether each answer has its own row."""
     o = run.objective
     return o.rolls or o.mismatches or o.reads_values
 

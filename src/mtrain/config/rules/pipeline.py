@@ -20,7 +20,7 @@ EQUAL: Change = {
     "parallel.account_for_loss_in_pipeline_split": False,
 }
 SPLIT = " ".join(EQUAL)
-"""Keys that say how layers are split into stages."""
+"""Keys that split layers into stages."""
 NO_PREDICTIONS: Change = {"model.mtp_num_layers": None, "model.mtp_loss_scaling_factor": None}
 
 

@@ -249,7 +249,7 @@ def low_precision_layers(run: RunConfig) -> Iterator[Finding]:
         return
     device = facts_of(run.cluster.device)
     te: Change = {f"kernels.{name}": "te" for name in used}
-    # The reference is the only kernel of ours on a CPU.
+    # The reference is mtrain's only kernel on a CPU.
     ours: Change = {
         f"kernels.{name}": "reference" if device.on_host else "triton" for name in layers
     }

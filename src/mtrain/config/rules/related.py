@@ -1,4 +1,4 @@
-"""The keys that a broken rule relates: of those that it read, the ones that its text mentions."""
+"""The keys that a broken rule relates: the ones that it read and that its text mentions."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def related(
 ) -> list[str]:
     """Return the other keys of a finding, in the order of the schema.
 
-    They are those that the finding names and, of the keys that the rule read, each that its text
-    mentions and each that a fix changes by itself.
+    They are the keys that the finding names and, among the keys that the rule read, each that its
+    text mentions or that a fix changes by itself.
     """
     words = _words(finding.rule)
     meant = {key for word, key in _STANDS_FOR.items() if word in words}

@@ -29,7 +29,7 @@ class Rule:
     shared: tuple[str, ...]
     """The codes of `codes.yaml` that commands and ranks raise as well."""
     reads: tuple[str, ...]
-    """The keys that it reads, most important first; a section stands for all of its keys."""
+    """The keys that it reads, most important first; a section means all of its keys."""
     disk: bool
     """True if the rule reads files. Every other rule is a pure function of the configuration."""
     ask: Ask

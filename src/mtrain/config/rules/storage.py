@@ -266,7 +266,7 @@ def local_schedule(run: RunConfig) -> Iterator[Finding]:
 def local_folder(run: RunConfig) -> Iterator[Finding]:
     """Cannot hold local checkpoints.
 
-    On the disk of the run folders they cost what others cost, and are lost with it: a warning.
+    On the disk of the run folders they cost as much as others, and are lost with it: a warning.
     """
     local = run.checkpoint.local_dir
     if local is None:

@@ -56,7 +56,8 @@ def key_effect_rule(key: Conditional) -> Rule:
         if key.value(run) == key.off or key.active(run):
             return
         on = waited_for(run, key.path)
-        # A text or a path is the user's own: suggest what makes it effective before its removal.
+        # A text or a path is the user's own: suggest the key that makes it effective before its
+        # removal.
         content = is_content(key.path)
         off: Change = {} if content and on else {key.path: key.off}
         words = with_choices(on)

@@ -6,7 +6,7 @@ from mtrain.config.schema.schedule import Run, Schedule, progress
 
 
 def factor(step: int, run: Run) -> float:
-    """Return the share of the decay that is left at a step."""
+    """Return the remaining share of the decay at a step."""
     return 1.0 - progress(step, run)
 
 

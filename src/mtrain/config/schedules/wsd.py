@@ -1,5 +1,5 @@
 """Warmup, stable, decay (Hu et al., 2024, arXiv:2404.06395): `optim.lr` up to the last
-`optim.wsd_decay_iters` steps, which fall as `optim.wsd_decay_style` says.
+`optim.wsd_decay_iters` steps, which fall by `optim.wsd_decay_style`.
 """
 
 from __future__ import annotations

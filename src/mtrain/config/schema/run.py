@@ -185,6 +185,11 @@ class RunConfig(UnresolvedRun):
         """
         return 2 if self.objective.contrasts and not self.data.packed else 1
 
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of a rank in an optimizer step."""
+        return max(1, self.trainer.batch // (self.trainer.micro * self.parallel.dp))
+
 
 # Sections with derived keys -> their class in a resolved run.
 DERIVED_SECTIONS: dict[str, type[Section]] = {

@@ -79,8 +79,8 @@ def _wanted(chat: Chat, loss_on: str) -> list[int]:
     """Return the messages that are learned by `loss_on` and by their own flags.
 
     Raises:
-        CorruptData: a message's flag has it learned while `loss_on` excludes it, or no message is
-            left.
+        CorruptData: a message's flag has it learned while `loss_on` excludes it, or no message
+            remains.
     """
     every = list(range(len(chat.messages)))
     by_key = {"all": every, "last": chat.answers[-1:], "assistant": chat.answers}[loss_on]

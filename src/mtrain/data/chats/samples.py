@@ -141,7 +141,7 @@ class ChatSamples:
     are chats, labelled answers, or windows of pairs, whose answers follow each other.
 
     The order of epoch e is drawn from the seed and e. A chat is cut at `seq_length` tokens; it is
-    left out if it then learns nothing. With `multiple`, a sample is the chats of one of `windows`,
+    skipped if it then learns nothing. With `multiple`, a sample is the chats of one of `windows`,
     each padded to a multiple of this many tokens.
     """
 

@@ -208,7 +208,7 @@ def _sandbox() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     # A namespace answers for every name that a template sets in it. Code outside of the sandbox
-    # looks names with underscores up on objects, such as `__html__`, and would call what it finds.
+    # looks names with underscores up on objects, such as `__html__`, and would call the result.
     class Namespace(jinja2.utils.Namespace):  # type: ignore[name-defined, misc]
         def __init__(*args: Any, **kwargs: Any) -> None:
             self = args[0]

@@ -29,7 +29,7 @@ from mtrain.data.preprocess.readers import cut
 from mtrain.data.preprocess.sources import PARTIAL, REJECTED, REMOVED, UNIT, Source, Unit, plan
 from mtrain.data.preprocess.workers import Job, Pool, Worker
 from mtrain.data.store.indexed import write_index
-from mtrain.errors import ConfigError, CorruptInput
+from mtrain.errors import ConfigError, CorruptInput, first_line
 
 ENDINGS = (".bin", ".idx", token_files.SUFFIX, REJECTED, REMOVED)
 LIBRARIES = {"sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
@@ -71,7 +71,7 @@ def tokenize(
         ConfigError: the files exist, or were begun with other settings; a learning flag of a record
             is neither yes nor no.
         CorruptInput: more records are rejected than the limit.
-        CorruptData: an input or the tokenizer has another format than its name says.
+        CorruptData: an input or the tokenizer does not have the format of its name.
         BadEnvironment: a library is missing, a process was killed, or the disk fails.
     """
     try:
@@ -79,7 +79,7 @@ def tokenize(
     except OtherIds as error:
         if job.spec.engine != "auto":
             raise
-        tell(f"{str(error).splitlines()[0]}: starting again with tokenizers")
+        tell(f"{first_line(error)}: starting again with tokenizers")
     again = replace(job, spec=replace(job.spec, engine="tokenizers"))
     return _made(again, prefix, replace(limits, fresh=True), lambda unit, totals: None, tell)
 
@@ -295,7 +295,7 @@ def _index(folder: Path, dtype: np.dtype, totals: Totals) -> None:
             part = sequences[first : first + (1 << 20)]
             documents[first + 1 : first + 1 + len(part)] = np.cumsum(part, dtype=np.int64) + place
             place += int(part.sum(dtype=np.int64))
-        # the map stays until the index is written, and no draft of it is left behind
+        # the map stays until the index is written, and no draft of it remains
         path.unlink()
     write_index(index, lengths, dtype, documents)
     durable.sync(index)

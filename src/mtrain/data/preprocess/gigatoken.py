@@ -114,11 +114,11 @@ def _pair(merge: Any) -> Sequence[str]:
 
 
 def _letters() -> Iterator[str]:
-    """Yield the letter that stands for each byte.
+    """Yield the letter for each byte.
 
     Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """
-    # printable bytes stand for themselves, and the others for letters from 256 on, in order
+    # printable bytes map to themselves, and the others to letters from 256 on, in order
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other = 256
     for value in range(256):
@@ -218,7 +218,7 @@ def _added(tokens: Sequence[Step], *, normalized: bool) -> Iterator[str]:
     if len(tokens) > MOST_COMPARED:
         yield f"it has {len(tokens)} added tokens"
         return
-    # tokenizers looks for each kind in a pass of its own, so two kinds may want the same letters
+    # tokenizers looks for each kind in a separate pass, so two kinds may want the same letters
     kinds = {
         str(t.get("content")): (bool(t.get("special")), bool(t.get("normalized"))) for t in tokens
     }

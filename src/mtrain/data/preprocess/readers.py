@@ -46,7 +46,7 @@ def cut(source: Source) -> list[tuple[int, int, int]]:
     """Return the parts of a file, as (first row, row after the last, bytes), of similar size.
 
     Raises:
-        CorruptData: the file has not the format that its name says.
+        CorruptData: the file does not have the format of its name.
         BadEnvironment: pyarrow is not installed.
     """
     _arrow(source)

@@ -22,7 +22,7 @@ Text = str | list[str]
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record that is left out."""
+    """An excluded record."""
 
     number: int
     """The number of the line or row, from 1; 0 for the whole file."""
@@ -86,7 +86,7 @@ class Reading:
     by_line: bool = False
     """True if each line of a text file is a document."""
     max_bytes: int = 64 << 20
-    """The most bytes of a document; a larger one is left out."""
+    """The most bytes of a document; a larger one is skipped."""
     ignored: tuple[str, ...] = ()
     """Keys that are no learning flags in this data, though they have the name of one."""
 

@@ -185,7 +185,7 @@ BLOCK = units.MIB
 MAX_NAME = units.MIB
 # gzip reaches about 1,000: an archive that declares more would only fill the memory
 MAX_RATIO = 2000
-# A member of a tar: its name, and its content or the reason why it is left out
+# A member of a tar: its name, and its content or the reason to skip it
 Member = tuple[str, bytes | str]
 BOM = b"\xef\xbb\xbf"
 
@@ -249,7 +249,7 @@ def opened(source: Source) -> Iterator[BinaryIO]:
     """Open the decompressed content of a file.
 
     Raises:
-        CorruptData: the file has not the format that its name says, is cut off, or cannot be read.
+        CorruptData: the file does not have the format of its name, is cut off, or cannot be read.
         BadEnvironment: pyarrow, which reads zstd, is not installed.
     """
     try:

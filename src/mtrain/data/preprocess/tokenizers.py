@@ -195,7 +195,7 @@ MEGATRON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 
 
 class TiktokenEncoder(Encoder):
-    """An encoder by tiktoken: a vocabulary of its own format, or of Megatron-LM's JSON."""
+    """An encoder by tiktoken: a vocabulary in its own format, or in Megatron-LM's JSON."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         super().__init__(spec)

@@ -133,7 +133,7 @@ class Blend:
 
     `shares` hold for the whole blend, or are a plan over its samples. With `most`, a part stops
     after so many samples (None: never), and the others share the rest; `total` is then the number
-    of samples until no part is left, else None. Raises ConfigError if no part has a share.
+    of samples until all parts are used up, else None. Raises ConfigError if no part has a share.
     """
 
     def __init__(

@@ -349,7 +349,7 @@ class MegatronSamples(Samples):
         return np.arange(need) + np.repeat(shift, count)
 
     def describe(self) -> dict[str, int]:
-        """Return the numbers of documents, tokens and samples, and what decides their order."""
+        """Return the numbers of documents, tokens and samples, and the settings of their order."""
         s = self.shape
         counts = {"documents": s.sequences, "tokens": s.tokens, "samples": s.samples}
         return {**counts, "epochs": s.epochs, "together": s.together}

@@ -61,7 +61,7 @@ class Fit:
         return cls(data.length, data.packed_multiple or 1, data.packed_window, data.long_documents)
 
     def pieces(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the number of pieces of each document; 0 if it is left out."""
+        """Return the number of pieces of each document; 0 if it is skipped."""
         pieces = -(-(lengths - 1) // self.seq_length)
         pieces[lengths < LEAST] = 0
         if self.long == "drop":
@@ -379,7 +379,7 @@ class WholeDocuments(Samples):
         return np.stack([self.sample(number).tokens for number in numbers])
 
     def place(self, number: int) -> str:
-        """Return the documents of a sample, with the tokens of those that are cut."""
+        """Return the documents of a sample, with the tokens of cut ones."""
         names = []
         for document, first, stop in self.read(self.find(number)):
             cut = first or self._length(document) > stop
@@ -413,7 +413,7 @@ class BlendOfDocuments(Blend):
 
 
 def packing_remarks(source: WholeDocuments | BlendOfDocuments) -> list[str]:
-    """Return remarks on how full the samples of a split are, and what is cut or left out."""
+    """Return remarks on the padding of a split's samples, and on cut and skipped documents."""
     counts = source.describe()
     s = source.seq_length
     long = f"documents of more than data.seq_length + 1 = {s + 1} tokens"

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mtrain import durable, locks, strict_json, units
-from mtrain.errors import BadEnvironment, CorruptData
+from mtrain.errors import BadEnvironment, CorruptData, first_line
 
 UNUSED_DAYS = 90
 RECENT_DAYS = 1
@@ -158,7 +158,7 @@ def make_room(cache: Path) -> list[Path]:
     for used, folder in corpora:
         idle_days = (now - used) / DAY_S
         if idle_days > UNUSED_DAYS or (total > LIMIT_BYTES and idle_days > RECENT_DAYS):
-            with contextlib.suppress(OSError):  # removed meanwhile, or not ours
+            with contextlib.suppress(OSError):  # removed meanwhile, or another user's
                 if _remove(folder):
                     total -= sizes[folder]
                     gone.append(folder)
@@ -311,11 +311,11 @@ def _write(folder: Path, fill: Fill) -> None:
 def load(path: Path) -> np.ndarray:
     """Return the array of a `.npy` file as a memory map, without unpickling anything.
 
-    Raises CorruptData for a file of another format, or one that is shorter than its header says.
+    Raises CorruptData for a file of another format, or one shorter than its header declares.
     """
     try:
         # refuses arrays of objects, the only ones that are pickled
         return np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, OverflowError, SyntaxError, MemoryError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise CorruptData(f"{path}: not an array of numbers in numpy's format: {reason}") from error

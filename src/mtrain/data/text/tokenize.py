@@ -107,7 +107,7 @@ class TextCorpus:
                 "make the file readable, or data.path=another",
             ) from error
         try:
-            # without `final`, a character that the limit cuts in two is left out
+            # without `final`, a character that the limit cuts in two is dropped
             return codecs.getincrementaldecoder("utf-8")().decode(data, final=whole), len(data)
         except UnicodeDecodeError:
             self.skipped.append(file.name)
@@ -136,7 +136,7 @@ def cut(text: str, piece: int = PIECE) -> Iterator[str]:
 def open_corpus(data: DataConfig) -> TextCorpus:
     """List the files of a text corpus without reading them.
 
-    A null `data.path` stands for the installed Python standard library: sources, texts and
+    A null `data.path` means the installed Python standard library: sources, texts and
     licences, no tests. Raises ConfigError for a path that is missing, unreadable or has no file
     with these suffixes.
     """

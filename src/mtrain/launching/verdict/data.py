@@ -61,7 +61,7 @@ def _tokenized(data: DataConfig, own: Path | None) -> Corpus | None:
     if data.tokenizer is not None or own is None:
         return seen(data)
     corpus = seen(data)
-    # the model's tokenizer may be the one that was trained on this text
+    # the model's tokenizer may have been trained on this text
     if corpus is not None and corpus.tokenizer_sha256 == sha256_of(own):
         return corpus
     return seen(data, own)

@@ -108,7 +108,7 @@ def reading(run: RunConfig, manifest: Mapping[str, Any]) -> Reading:
 
 
 def memory(run: RunConfig, machine: Machine) -> Memory:
-    """Return the plan's memory of a resolved run, and what there is."""
+    """Return the planned and the available memory of a resolved run."""
     peak = None
     if is_small(run):
         try:

@@ -73,7 +73,7 @@ def examined(run: RunConfig, checkpoint: Path) -> Judgement:
     """
     manifest = folder.parse_manifest(checkpoint)
     lines = damage(checkpoint, manifest)
-    # What a damaged configuration says is no reason.
+    # A damaged configuration is no source of reasons.
     if speaks_of(lines, checkpoint / RUN_FILE):
         return Judgement(damage=tuple(lines))
     source = checkpoint / RUN_FILE
@@ -110,7 +110,7 @@ def judge(
     else:
         differences = without_adapters(differences_of(run, other, Effect.ARCHITECTURE), other)
     problems = _of_keys(run, other, differences, step, source)
-    # Another model lacks most tensors, and its keys say why; so does damage.
+    # Another model lacks most tensors, and its keys name the reason; so does damage.
     damage = tuple(damage)
     part = PART in manifest["state"]
     if not (part or damage or any(effect_of(key) is Effect.ARCHITECTURE for key in differences)):
@@ -201,7 +201,7 @@ def _cause(run: RunConfig, other: RunConfig) -> tuple[str, str]:
 
 
 def _numbers(differences: Differences) -> list[str]:
-    """Return what changes the numbers: keys, and the order of sums."""
+    """Return the changes of the numbers: keys, and the order of sums."""
     said = []
     apart = []
     for key, (old, new) in differences.items():
@@ -216,7 +216,7 @@ def _numbers(differences: Differences) -> list[str]:
 
 
 def _rounded(run: RunConfig, other: RunConfig) -> list[str]:
-    """Return what a change of the number format does to the weights."""
+    """Return the effect of another number format on the weights."""
     old = other.precision.format
     if not is_half(old) or is_half(run.precision.format):
         return []

@@ -32,7 +32,7 @@ OUTPUT = "output_layer.weight"
 
 
 class Unknown(Exception):
-    """Only megatron-core can say which part of a tensor a rank reads."""
+    """Only megatron-core knows which part of a tensor a rank reads."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Spec:
     """The element of the weight that it begins at."""
 
     def within(self, lo: int, hi: int) -> Region | None:
-        """Return what elements [lo, hi) of the weight have of it; None: nothing."""
+        """Return the part of it in elements [lo, hi) of the weight; None: nothing."""
         size = prod(self.shape)
         start = max(lo, self.first) - self.first
         stop = min(hi, self.first + size) - self.first
@@ -138,7 +138,7 @@ class Layout:
         return {False: max(1, grid.dp * grid.cp // copies), True: max(1, grid.edp // copies)}
 
     def _index(self, weight: Weight, at: dict[str, int]) -> int:
-        """Return the place of a rank among those that share the state of a weight."""
+        """Return the place of a rank among the sharers of a weight's state."""
         every = at["edp"] if weight.expert else at["cp"] + self.grid.cp * at["dp"]
         return every % self._shards[weight.expert]
 

@@ -49,7 +49,7 @@ def described_seconds(run: RunConfig) -> float:
 def _seconds(run: RunConfig, stage: int, device: Device, reached: Efficiencies) -> float:
     moved, launches = _weights(run, stage)
     forward, more, gathered = _forward(run, stage, device, reached)
-    number = max(1, run.trainer.batch // (run.trainer.micro * run.parallel.dp))
+    number = run.micro_batches
     rate = device.memory * reached.memory
     host = reached.launch_us * MICRO
     if device.on_host:

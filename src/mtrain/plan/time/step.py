@@ -184,7 +184,7 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
     found = {key: micro_batch(work, stage, device, reached) for key, stage in alike.items()}
     stages = [found[id(stage)] for stage in work.stages]
     times = [sum(parts.values()) for parts in stages]
-    number = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
+    number = run.micro_batches
     slowest = max(range(len(times)), key=times.__getitem__)
     parts = dict.fromkeys(PARTS, 0.0) | {
         name: number * value for name, value in stages[slowest].items()

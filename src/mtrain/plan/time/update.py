@@ -157,7 +157,7 @@ def sharded_seconds(
     p = run.parallel
     element = bytes_of(run.precision.format)
     gradient = bytes_of("fp32") if run.precision.grad_reduce_in_fp32 else element
-    passes = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
+    passes = run.micro_batches
     links = Links(device, reached)
     units = max(1.0, run.model.num_layers / p.pp + 1)
     again = fsdp_shards(run, "weights")

@@ -31,6 +31,7 @@ class Graphs(Hook):
             run = context.run
             state = context.state
             micro = run.trainer.micro
-            batches = run.trainer.batch // (run.trainer.micro * run.parallel.dp)
-            layers = CapturedLayers(state.chunks, state.optimizer, run.data.length, micro, batches)
+            layers = CapturedLayers(
+                state.chunks, state.optimizer, run.data.length, micro, run.micro_batches
+            )
             layers.capture(gathers=bool(run.parallel.overlap_param_gather))

@@ -26,7 +26,7 @@ def trace_report(requested: RunConfig, traced: Traced) -> dict[str, Any]:
     # The traced run has portable kernels: its plan has them too, so the two can be compared.
     run = traced.run
     seen = traced.recorder
-    step = run.trainer.batch // (run.trainer.micro * run.parallel.dp)
+    step = run.micro_batches
     planned = planned_parts(stage_memories(run)[traced.stage])
     seen_parts = traced_parts(seen.peak.parts)
     return {

@@ -79,7 +79,7 @@ def microbatches(run: RunConfig, stage: int) -> int:
     all micro-batches of a step.
     """
     p = run.parallel
-    every = max(1, run.trainer.batch // (run.trainer.micro * p.dp))
+    every = run.micro_batches
     # The documents of a rank are chosen among all documents of a step, and a teacher reads all of
     # them before.
     if p.hybrid_context_parallel or run.objective.distils:
