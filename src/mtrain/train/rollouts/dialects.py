@@ -142,7 +142,17 @@ class SGLang:
         return Answered(ids, values, reason == "stop", meta["weight_version"])
 
 
-DIALECTS: dict[str, Dialect] = {"openai": OpenAI(), "sglang": SGLang()}
+class Transformers(OpenAI):
+    """The form of `openai`, of our own process, whose log-probabilities have the temperature."""
+
+    tempered = True
+
+
+DIALECTS: dict[str, Dialect] = {
+    "openai": OpenAI(),
+    "sglang": SGLang(),
+    "transformers": Transformers(),
+}
 
 
 def require(holds: bool, why: str) -> None:
