@@ -92,6 +92,35 @@ def served_rollouts(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code(
+        "MT385",
+        help="Use top_k with rollout=local, or no limits.",
+        example=f"{GRPO} rollout.top_p=0.9",
+    ),
+    reads=f"{NAME} rollout.engine rollout.top_k rollout.top_p rollout.min_p",
+)
+def limited_draws(run: RunConfig) -> Iterator[Finding]:
+    """Cannot leave out unlikely tokens because the trainer would not know which ones."""
+    r = run.rollout
+    limits: dict[str, object] = {}
+    if r.top_k:
+        limits["rollout.top_k"] = 0
+    if r.top_p < 1:
+        limits["rollout.top_p"] = 1.0
+    if r.min_p:
+        limits["rollout.min_p"] = 0.0
+    if not run.objective.rolls or not limits:
+        return
+    key = next(iter(limits))
+    if r.engine in ("openai", "sglang"):
+        detail = f"a server of the kind {r.engine} does not report them"
+        yield Finding("MT385", key, detail, [limits, {"rollout.engine": "local"}])
+    elif not r.top_k:
+        detail = "without rollout.top_k, any number of them may be kept"
+        yield Finding("MT385", key, detail, [{"rollout.top_k": 64}, limits])
+
+
+@rule(
+    Code(
         "MT384",
         help="Use objective.max_staleness=0, or a server with rollout.updates=1.",
         example=f"{GRPO} {STALENESS}=1",

@@ -51,6 +51,16 @@ class RolloutConfig(Section):
     """openai, sglang, transformers: the most time of a request."""
     temperature: Annotated[NonNegativeFloat, Key(aka="sampling_temperature")] = 1.0
     """Divisor of logits, in sampling and in every log-probability of the loss."""
+    top_k: Annotated[NonNegativeInt, Key(aka="sampling_top_k", unit="tokens")] = 0
+    """The most likely tokens that are drawn; 0: all. With one of these three limits,
+    log-probabilities are those among the tokens that it keeps, for the sampler and the trainer.
+    """
+    top_p: Annotated[Annotated[float, Field(gt=0, le=1)], Key(aka="sampling_top_p")] = 1.0
+    """The probability of the most likely tokens that are drawn; needs top_k."""
+    min_p: Annotated[Annotated[float, Field(ge=0, lt=1)], Key()] = 0.0
+    """The least probability of a token that is drawn, as a share of the most likely one's; needs
+    top_k.
+    """
     max_tokens: Annotated[
         PositiveInt | None,
         Key(aka="max_completion_length max_new_tokens max_response_length", unit="tokens"),

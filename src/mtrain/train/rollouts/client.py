@@ -154,7 +154,8 @@ class Client:
             if self._lost and found.version is None:
                 raise ServerFault(self._lost, again=False)
             ended = END if found.ends else LENGTH
-            return Continuation(found.ids, ended, [float(v) for v in found.log_probabilities])
+            values = [float(value) for value in found.log_probabilities]
+            return Continuation(found.ids, ended, values, found.among)
 
         return self._tried(once)
 

@@ -98,6 +98,10 @@ class RolloutFeed:
         self._sampling = Sampling(
             tokens=run.rollout.tokens(run.data.length),
             temperature=run.rollout.temperature,
+            top_k=run.rollout.top_k,
+            top_p=run.rollout.top_p,
+            min_p=run.rollout.min_p,
+            reports=run.rollout.top_k > 0,
             seed=run.trainer.seed,
         )
         engine = engine_of(context, self._tokenizer)
@@ -450,6 +454,7 @@ class RolloutFeed:
                 np.array(rollout.log_probabilities, np.float32),
                 float(step.advantages[place]),
                 np.array(rollout.own) if rollout.own else None,
+                among=rollout.among,
             )
             for place in places
             for rollout in (step.rollouts[place],)

@@ -57,7 +57,9 @@ class Text:
         self.ids: list[int] = list(body["prompt"])
         self.values: list[float] = []
         self.generator = torch.Generator().manual_seed(body["seed"])
-        self.sampling = Sampling(body["max_tokens"], temperature=body["temperature"])
+        names = ("temperature", "top_k", "top_p", "min_p", "reports")
+        self.sampling = Sampling(body["max_tokens"], **{name: body[name] for name in names})
+        self.among: list[list[int]] = []
         self.answer: Future[dict[str, Any]] = Future()
 
     @property
@@ -67,9 +69,13 @@ class Text:
 
     def add(self, logits: Any, version: str) -> bool:
         """Draw a token from logits [vocabulary]; return whether it ends the text, and answer."""
-        from mtrain.train.generate.sampling import draw
+        from mtrain.train.generate.sampling import draw, draw_among
 
-        token, value = draw(logits, self.sampling, self.generator)
+        if self.sampling.reports:
+            token, value, ids = draw_among(logits, self.sampling, self.generator)
+            self.among.append(ids)
+        else:
+            token, value = draw(logits, self.sampling, self.generator)
         self.ids.append(token)
         self.values.append(value)
         ends = token in self.body["stop_token_ids"]
@@ -80,6 +86,7 @@ class Text:
             "prompt_token_ids": self.body["prompt"],
             "finish_reason": "stop" if ends else "length",
             "logprobs": {"token_logprobs": self.values},
+            "among": self.among,
         }
         name = self.body["request_id"]
         self.answer.set_result({"id": name, "choices": [choice], "weight_version": version})

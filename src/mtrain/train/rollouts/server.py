@@ -140,18 +140,26 @@ class ServerEngine:
         longest, stops, self.stale = facts.tolist()
         if stops:
             return None
-        sent = packed(dict(enumerate(texts or ())), len(prompts), longest)
+        kept = sampling.top_k if sampling.reports else 0
+        sent = packed(dict(enumerate(texts or ())), len(prompts), longest, kept)
         sent = sent.to(self.world.torch_device)
         with waiting():
             dist.broadcast(sent, src=0)
         version = self.client.version
         return [
-            Rollout(prompt, tuple(text.ids), tuple(text.log_probabilities), text.ended, version)
-            for prompt, text in zip(prompts, unpacked(sent), strict=True)
+            Rollout(
+                prompt,
+                tuple(text.ids),
+                tuple(text.log_probabilities),
+                text.ended,
+                version,
+                among=tuple(map(tuple, text.among)),
+            )
+            for prompt, text in zip(prompts, unpacked(sent, kept), strict=True)
         ]
 
     def _require(self, sampling: Sampling) -> None:
-        limits = sampling.top_k or sampling.top_p < 1 or sampling.min_p
+        limits = sampling.limited and not self.client.how.reports
         tempered = self.client.how.tempered and sampling.temperature > 0
         if limits or not (tempered or sampling.temperature == 1):
             key = "rollout.temperature"
