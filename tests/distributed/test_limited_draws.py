@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Limited(Recorded):
             dice = np.random.default_rng(rollout.prompt.number)
             sets = [{one, *dice.integers(3, 300, 4).tolist()} for one in rollout.ids]
             among = tuple(tuple(sorted(ids)) for ids in sets)
-            found.append(type(rollout)(**{**vars(rollout), "among": among}))
+            found.append(replace(rollout, among=among))
         return found
 
 

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ HF = {
 }
 
 
-LETTERS = {"rewards": ("format",), "pattern": ".*[a-z].*"}
+LETTERS = {"rewards": ("format",), "pattern": ".*[A-Za-z].*"}
 """A reward that answers of random bytes differ in."""
 
 
@@ -151,7 +152,7 @@ def test_ahead_old_answers_are_not_trained_on(tmp_path: Path) -> None:
             calls += 1
             found = real(engine, prompts, sampling)
             if calls == 3:
-                found[2:4] = [type(one)(**{**vars(one), "version": 0}) for one in found[2:4]]
+                found[2:4] = [replace(one, version=0) for one in found[2:4]]
             return found
 
         ServerEngine.generate = late  # type: ignore[method-assign]

@@ -83,9 +83,8 @@ class OutputLayer(ColumnLinear):
         impl: str = "reference",
     ) -> Any:
         """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
-        sum of weighted losses, or `per_token` the loss of each token [b, s] without its weight, of
-        logits divided by `temperature`, and where tokens `among` [b, s, k] are given, of these
-        only; with a `lesson`, the sums of `distillation.distil`.
+        sum of weighted losses, or `per_token` what `_token_losses` returns; with a `lesson`, the
+        sums of `distillation.distil`.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
         `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
@@ -118,21 +117,8 @@ class OutputLayer(ColumnLinear):
                 group=group,
                 sequence_parallel=self.sequence_parallel,
             )
-        if per_token and among is not None:
-            losses = -limited_log_probabilities(
-                hidden,
-                weight,
-                labels.t().flatten(),
-                among.transpose(0, 1).flatten(0, 1),
-                temperature=temperature,
-                soft_cap=self.soft_cap,
-                group=group,
-                sequence_parallel=self.sequence_parallel,
-            )
-            self.report_losses(losses, labels)
-            return losses.view(labels.t().shape).t()
         if per_token:
-            return self._token_losses(hidden, weight, labels, vocab_size, temperature, impl)
+            return self._token_losses(hidden, weight, labels, vocab_size, temperature, among, impl)
         auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
         # Hidden states are [s, b, h]: labels and weights [b, s] have to follow their order.
         token_weights = token_weights.t().flatten()
@@ -168,9 +154,26 @@ class OutputLayer(ColumnLinear):
         labels: Tensor,
         vocab_size: int | None,
         temperature: float,
+        among: Tensor | None,
         impl: str,
     ) -> Tensor:
-        """Return the loss of each token [b, s], of logits divided by `temperature`."""
+        """Return the loss of each token [b, s] without its weight, of logits divided by
+        `temperature`: of all tokens, or of those of `among` [b, s, k].
+        """
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        if among is not None:
+            losses = -limited_log_probabilities(
+                hidden,
+                weight,
+                labels.t().flatten(),
+                among.transpose(0, 1).flatten(0, 1),
+                temperature=temperature,
+                soft_cap=self.soft_cap,
+                group=group,
+                sequence_parallel=self.sequence_parallel,
+            )
+            self.report_losses(losses, labels)
+            return losses.view(labels.t().shape).t()
         cap = self.soft_cap
         if temperature != 1:
             # Logits are linear in their operand, and a cap comes before the division.
@@ -182,7 +185,7 @@ class OutputLayer(ColumnLinear):
             labels.t().flatten(),
             vocab_size=vocab_size,
             soft_cap=cap,
-            group=self.tp_group if self.tp_group.size() > 1 else None,
+            group=group,
             sequence_parallel=self.sequence_parallel,
             impl=impl,
         )

@@ -210,7 +210,7 @@ def main() -> None:
     sampler = Sampler()
     sampler.start()
     listener = Listener(("127.0.0.1", 0), handler_of(sampler))
-    print(listener.server_address[1], flush=True)
+    os.write(1, f"{listener.server_address[1]}\n".encode())
     listener.serve_forever()
 
 
