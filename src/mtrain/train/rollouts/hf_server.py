@@ -201,6 +201,9 @@ class Listener(ThreadingHTTPServer):
 def main() -> None:
     """Serve until the process that is the first argument ends; write the port first."""
     die_with(int(sys.argv[1]))
+    out = os.dup(1)
+    # What a library prints is not the port.
+    os.dup2(2, 1)
     import torch
     from transformers.utils import logging
 
@@ -210,7 +213,7 @@ def main() -> None:
     sampler = Sampler()
     sampler.start()
     listener = Listener(("127.0.0.1", 0), handler_of(sampler))
-    os.write(1, f"{listener.server_address[1]}\n".encode())
+    os.write(out, f"{listener.server_address[1]}\n".encode())
     listener.serve_forever()
 
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,10 +108,10 @@ class ServerEngine:
         if self._ahead is None or not self.under_way(prompts):
             self._drop()
             return self._sampled(prompts, sampling)
-        while True:
+        begin_phase("generation")
+        while not wait([self._ahead], BEAT_S).done:
             begin_phase("generation")
-            with suppress(TimeoutError):
-                return self._ahead.result(BEAT_S)
+        return self._ahead.result()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout] | None:
         """Return an answer to each prompt; see `Engine`.
