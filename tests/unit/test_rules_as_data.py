@@ -85,6 +85,7 @@ ALONE.append({**ROLLED, "rollout.updates": 4, "resilience.rerun": "on_anomaly"})
 ALONE.append({**ROLLED, "rollout.engine": "openai", "peft.kind": "lora"})
 STALE = {**ROLLED, "objective.max_staleness": 1}
 ALONE += [STALE, {**STALE, "rollout.engine": "sglang", "rollout.updates": 4}]
+ALONE.append({**STALE, "rollout.engine": "sglang", "rollout.environment": "calculator"})
 ALONE += [
     {**ROLLED, "rollout.top_p": 0.9},
     {**ROLLED, "rollout.engine": "openai", "rollout.top_k": 4},
