@@ -425,13 +425,12 @@ def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
     assert (end.error, end.steps, end.lines) == ("Preempted", ["step_00000002"], 2)
 
 
-@pytest.mark.full
-def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
-    """Raise the mean reward from below 0.2 to above 0.9: first the form of an answer, a digit and
-    the end, from chats with random digits; then the number of letters, only from rewards.
+def counting_runs(home: Path) -> tuple[RunConfig, RunConfig]:
+    """Return a run that learns the form of an answer, a digit and the end, from chats with random
+    digits, and one that learns the number of letters, only from rewards.
     """
     run = prompts_run(
-        tmp_path,
+        home,
         steps=600,
         micro=96,
         letters=3,
@@ -448,7 +447,7 @@ def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
         text = "".join(dice.choice("ab") for _ in range(3))
         chats.append(turns(text, str(dice.randrange(6))))
     data = run.data.model_copy(
-        update={"kind": "sft", "path": str(chats_file(tmp_path / "chats.jsonl", chats))}
+        update={"kind": "sft", "path": str(chats_file(home / "chats.jsonl", chats))}
     )
     form = run.model_copy(
         update={
@@ -460,38 +459,55 @@ def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
             "optim": run.optim.model_copy(update={"lr": 3e-3}),
         }
     )
+    return form, run
 
-    def formed() -> Path:
-        from mtrain.ckpt import state as ckpt_state
-        from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.loop.step import train_step
-        from mtrain.world.init import joined
 
-        with joined(form) as world:
-            context = assemble(form, world, splits_of(form))
-            for _ in range(80):
-                train_step(context, stop_requested=False)
-            context.close()
-            return ckpt_state.save(tmp_path / "form", form, world, context.state, {})
+def formed(form: RunConfig, home: Path) -> Path:
+    """Return the checkpoint of a run that learned the form of an answer."""
+    from mtrain.ckpt import state as ckpt_state
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.loop.step import train_step
+    from mtrain.world.init import joined
 
-    def rewarded(path: Path) -> list[float]:
-        from mtrain.ckpt import state as ckpt_state
-        from mtrain.train.assemble import assemble, splits_of
-        from mtrain.train.loop.step import train_step
-        from mtrain.world.init import joined
+    with joined(form) as world:
+        context = assemble(form, world, splits_of(form))
+        for _ in range(80):
+            train_step(context, stop_requested=False)
+        context.close()
+        return ckpt_state.save(home / "form", form, world, context.state, {})
 
-        rewards: list[float] = []
-        with joined(run) as world:
-            context = assemble(run, world, splits_of(run))
-            ckpt_state.load_weights(ckpt_state.opened(path, run, world), context.state)
-            while len(rewards) < 600 and np.mean(rewards[-5:] or [0.0]) <= 0.92:
-                result = train_step(context, stop_requested=False)
-                rewards.append(context.measures[0](context, result)["reward"])
-            context.close()
-        return rewards
 
+def rewarded(run: RunConfig, path: Path) -> list[dict[str, float]]:
+    """Return what is measured of each step until the last five have enough reward."""
+    from mtrain.ckpt import state as ckpt_state
+    from mtrain.train.assemble import assemble, splits_of
+    from mtrain.train.loop.step import train_step
+    from mtrain.world.init import joined
+
+    found: list[dict[str, float]] = []
+    with joined(run) as world:
+        context = assemble(run, world, splits_of(run))
+        ckpt_state.load_weights(ckpt_state.opened(path, run, world), context.state)
+        while len(found) < 600 and mean_reward(found[-5:]) <= 0.92:
+            result = train_step(context, stop_requested=False)
+            found.append(context.measures[0](context, result))
+        context.close()
+    return found
+
+
+def mean_reward(steps: list[dict[str, float]]) -> float:
+    """Return the mean reward of steps; of none, 0."""
+    return float(np.mean([step["reward"] for step in steps] or [0.0]))
+
+
+@pytest.mark.full
+def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
+    """Raise the mean reward from below 0.2 to above 0.9: first the form of an answer, then the
+    number of letters.
+    """
     import_engine()
-    (path,) = run_ranks(1, formed)
-    (rewards,) = run_ranks(1, rewarded, path, timeout_s=600)
-    assert np.mean(rewards[:5]) < 0.2
-    assert np.mean(rewards[-5:]) > 0.9
+    form, run = counting_runs(tmp_path)
+    (path,) = run_ranks(1, formed, form, tmp_path)
+    (steps,) = run_ranks(1, rewarded, run, path, timeout_s=600)
+    assert mean_reward(steps[:5]) < 0.2
+    assert mean_reward(steps[-5:]) > 0.9

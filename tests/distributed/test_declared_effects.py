@@ -108,6 +108,7 @@ UNSEEN = {
         "rollout.rewards rollout.reward_weights rollout.pattern rollout.answer_column"
         " rollout.free_tokens rollout.failed_rewards rollout.resample rollout.updates"
         " rollout.max_tokens objective.group_size objective.scale_rewards objective.clip_ratio_low"
+        " rollout.top_k rollout.top_p rollout.min_p objective.max_staleness"
         " objective.clip_ratio_high objective.importance_cap"
     ): "they act on answers that were sampled, which synthetic ones are not: test_answers",
     "peft.target peft.init_from checkpoint.init_from": "names of what the test does not have",

@@ -21,6 +21,21 @@ ROUTES = {
     "openai": ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"],
     "sglang": ["/pause_generation", "/update_weights_from_disk", "/continue_generation"],
 }
+
+
+def bodies(dialect: str, folder: Path, step: int) -> list[dict[str, Any]]:
+    """Return what each of these routes gets with the weights of a step, as their servers read it.
+
+    vLLM's routes of tensors (/init_weight_transfer_engine, /start_weight_update, /update_weights,
+    /finish_weight_update) get nothing: their back ends are NCCL, and one that unpickles.
+    """
+    path = str(folder / f"step_{step:08d}")
+    if dialect == "openai":
+        return [{}, {"method": "reload_weights", "kwargs": {"weights_path": path}}, {}, {}]
+    given = {"model_path": path, "weight_version": f"step {step}", "flush_cache": True}
+    return [{"mode": "abort"}, given, {}]
+
+
 PROMPTS = [Prompt((3, 4, 5 + i // 4), i) for i in range(8)]
 DRAWN = Sampling(tokens=6, temperature=1.0, seed=1)
 
@@ -66,7 +81,8 @@ def seen(rank_0: str, run: Any, dialect: str, folder: Path) -> Any:
             caught = str(error)
         with pytest.raises(ConfigError, match="MT335"):
             engine.generate(PROMPTS, Sampling(temperature=1.0, top_k=5))
-        facts = (server.routes, server.got, expected, [str(f.name) for f in folder.iterdir()])
+        calls = (server.routes, server.bodies)
+        facts = (calls, server.got, expected, [str(f.name) for f in folder.iterdir()])
         return first, later, caught, facts
 
 
@@ -77,9 +93,11 @@ def test_server_engine_ranks_get_answers_of_pushed_weights(dialect: str, tmp_pat
     fault = "refused" if dialect == "sglang" else "abort"
     (first, later, caught, facts), other = run_ranks(2, seen, fault, run, dialect, tmp_path)
     assert (first, later, caught) == other[:3]
-    routes, got, expected, folders = facts
+    (routes, given), got, expected, folders = facts
     assert "server failed" in caught
-    assert routes[: 2 * len(ROUTES[dialect])] == 2 * ROUTES[dialect]
+    both = 2 * len(ROUTES[dialect])
+    assert routes[:both] == 2 * ROUTES[dialect]
+    assert given[:both] == [*bodies(dialect, tmp_path, 1), *bodies(dialect, tmp_path, 2)]
     assert [(list(a.ids), list(a.log_probabilities)) for a in later] == expected
     assert [a.ids for a in first] != [a.ids for a in later]
     assert {a.version for a in first} == {0}

@@ -61,7 +61,13 @@ class FakeServer:
         """Fault of all requests."""
         self.routes: list[str] = []
         """Routes other than those of samples, in order."""
+        self.bodies: list[dict[str, Any]] = []
+        """Their bodies."""
         self.got: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.older = ("", "")
+        """Weights and version before the last push."""
+        self.versions: list[str] = []
+        """The version of each answer, in order."""
         self.busiest = 0
         self.names: list[str] = []
         self._in_flight = 0
@@ -98,6 +104,10 @@ class FakeServer:
         weights = "others" if fault == "version" else self.weights
         version = "default" if fault == "version" else self.version
         seen = [*ids[::-1], 7] if fault == "prompt" else ids
+        if fault == "older":
+            weights, version = self.older
+        with self._lock:
+            self.versions.append(version)
         tokens, values = policy(weights, seen, seed, most)
         if fault == "logprobs":
             values = values[:-1]
@@ -133,6 +143,7 @@ class FakeServer:
         if path == "/tokenize":
             return {"tokens": [ord(c) % VOCABULARY + self.tokenizer for c in body["prompt"]]}
         self.routes.append(path)
+        self.bodies.append(body)
         assert not self._in_flight
         if path in ("/pause", "/pause_generation"):
             self.paused = True
@@ -146,6 +157,7 @@ class FakeServer:
             assert self.paused
             if self.always == "refused":
                 return {"success": False, "message": "no memory"}
+            self.older = (self.weights, self.version)
             self.weights, self.got = digest(Path(body["model_path"]))
             self.version = body["weight_version"]
         else:
@@ -174,6 +186,10 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             self._send(json.dumps(server.control(self.path, {})).encode())
 
         def do_POST(self) -> None:
+            if self.path == "/die" or server.always == "dead":
+                server.always = "dead"
+                self._send(b"no memory", status=503)
+                return
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.path not in ("/v1/completions", "/generate"):
                 self._send(json.dumps(server.control(self.path, body)).encode())

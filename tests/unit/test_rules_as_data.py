@@ -83,6 +83,13 @@ DISTILS = {"objective.name": "distil", "objective.teacher": "drawn", "data.kind"
 ALONE += [DISTILS, {**DISTILS, "objective.distil_top_k": 8}]
 ALONE.append({**ROLLED, "rollout.updates": 4, "resilience.rerun": "on_anomaly"})
 ALONE.append({**ROLLED, "rollout.engine": "openai", "peft.kind": "lora"})
+STALE = {**ROLLED, "objective.max_staleness": 1}
+ALONE += [STALE, {**STALE, "rollout.engine": "sglang", "rollout.updates": 4}]
+ALONE.append({**STALE, "rollout.engine": "sglang", "rollout.environment": "calculator"})
+ALONE += [
+    {**ROLLED, "rollout.top_p": 0.9},
+    {**ROLLED, "rollout.engine": "openai", "rollout.top_k": 4},
+]
 FORMAT = {"rollout.rewards": ["format"], "rollout.reward_weights": [1.0, 2.0]}
 ALONE += [{**ROLLED, "data.kind": "prompts"}, {**ROLLED, "data.kind": "prompts", **FORMAT}]
 CHANGES += [{"launch.kind": kind} for kind in ("kubernetes", "skypilot", "ray")]

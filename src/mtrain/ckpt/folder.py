@@ -48,6 +48,8 @@ STATES_OF_FORMAT_1 = ("exp_avg.", "exp_avg_sq.", "main_weight.", "momentum_buffe
 MODEL = "model/"
 TEACHER = "teacher"
 """Fact of a manifest: the hash of the teacher that the run learns from."""
+SAMPLED = "sampled_with"
+"""Fact of a manifest: the step whose weights sample the answers of the next step."""
 REFERENCE = "reference/"
 """Prefix of the names of the model's own tensors."""
 STREAMS = "by stage, data and context rank"

@@ -74,6 +74,12 @@ class TrainState:
     each step.
     """
     scores_known: bool = False
+    sampled: int | None = None
+    """Step whose weights sample the answers of the next step while this one is saved; None: no
+    answers are under way.
+    """
+    sampled_saved: list[int] = field(default_factory=list)
+    """The same of the last two saves: a resumed run needs these weights."""
 
 
 def save(
@@ -216,6 +222,9 @@ def _facts(
         facts["hooks"] = state.hooks
     if state.teacher_digest:
         facts[folder.TEACHER] = state.teacher_digest
+    if state.sampled is not None:
+        facts[folder.SAMPLED] = state.sampled
+        state.sampled_saved = [*state.sampled_saved, state.sampled][-2:]
     if owner:
         facts[local.OWNER] = owner
         env = RankEnv.here()
@@ -288,6 +297,8 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     state.consumed_samples = facts["consumed_samples"]
     state.skipped_updates = facts.get("skipped_updates", 0)
     state.hooks = facts.get("hooks", {})
+    state.sampled = facts.get(folder.SAMPLED)
+    state.sampled_saved = [] if state.sampled is None else [state.sampled]
     state.schedule.num_steps = facts["schedule_steps"]
     # without an increment: sets the rate of the restored step
     state.schedule.step(0)

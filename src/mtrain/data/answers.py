@@ -30,6 +30,8 @@ class Answer:
     """bool [tokens]: False for a token that a tool or a user wrote, which nothing is learned from;
     None: the policy sampled all.
     """
+    among: Sequence[Sequence[int]] = ()
+    """The tokens that each was drawn among; empty: all."""
 
 
 def answer_batch(
@@ -57,12 +59,28 @@ def answer_batch(
         beside[1, place, start - 1 : end - 1] = answer.log_probabilities
     batch = collate(rows, packed=False)
     batch["advantages"], batch["sampled_log_probabilities"] = torch.from_numpy(beside)
+    if any(answer.among for answer in answers):
+        # A key of the model's, as those of a family.
+        among = {"drawn_among": _among(answers, batch["labels"])}
+        batch = cast(MicroBatch, {**batch, **among})
     if divisor == "constant":
         first = [len(answer.prompt) - 1 for answer in answers]
         counts = torch.zeros_like(batch["loss_mask"])
         counts[torch.arange(len(answers)), torch.tensor(first)] = float(most_tokens)
         return cast(MicroBatch, {**batch, "loss_counts": counts})
     return averaged(batch, divisor, len(answers))
+
+
+def _among(answers: Sequence[Answer], labels: torch.Tensor) -> torch.Tensor:
+    """Return the tokens that each label was drawn among, int64 [rows, length, k], -1 for none."""
+    width = max(len(ids) for answer in answers for ids in answer.among)
+    found = torch.full((*labels.shape, width), -1, dtype=torch.int64)
+    # Labels that nobody drew are certain: their loss has no weight.
+    found[..., 0] = labels
+    for row, answer in zip(found, answers, strict=True):
+        for place, ids in enumerate(answer.among, len(answer.prompt) - 1):
+            row[place] = torch.tensor([*ids, *[-1] * (width - len(ids))])
+    return found
 
 
 class MockAnswers:

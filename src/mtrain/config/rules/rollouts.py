@@ -20,6 +20,7 @@ BATCH = "trainer.global_batch_size"
 REWARDS = "rollout.rewards"
 SCORER = "rollout.reward_model"
 URL = "rollout.reward_url"
+STALENESS = "objective.max_staleness"
 RAMP = "trainer.batch_size_schedule trainer.rampup_batch_size"
 URL_FORM = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 GRPO = "objective=grpo data=mock data.seq_length=64"
@@ -78,7 +79,7 @@ def served_rollouts(run: RunConfig) -> Iterator[Finding]:
         return
     local = each("rollout.engine", ["local"])
     for key, value in (
-        ("rollout.url", r.url),
+        ("rollout.url", r.url or r.engine == "transformers" or None),
         ("rollout.weights_folder", r.weights_folder),
         ("checkpoint.init_from", run.checkpoint.init_from),
     ):
@@ -87,6 +88,59 @@ def served_rollouts(run: RunConfig) -> Iterator[Finding]:
     if run.peft.kind is not None:
         detail = "weights with adapters are not pushed"
         yield Finding("MT350", "peft.kind", detail, [*local, {"peft.kind": None}])
+
+
+@rule(
+    Code(
+        "MT385",
+        help="Use top_k with rollout=local, or no limits.",
+        example=f"{GRPO} rollout.top_p=0.9",
+    ),
+    reads=f"{NAME} rollout.engine rollout.top_k rollout.top_p rollout.min_p",
+)
+def limited_draws(run: RunConfig) -> Iterator[Finding]:
+    """Cannot leave out unlikely tokens because the trainer would not know which ones."""
+    r = run.rollout
+    limits: dict[str, object] = {}
+    if r.top_k:
+        limits["rollout.top_k"] = 0
+    if r.top_p < 1:
+        limits["rollout.top_p"] = 1.0
+    if r.min_p:
+        limits["rollout.min_p"] = 0.0
+    if not run.objective.rolls or not limits:
+        return
+    key = next(iter(limits))
+    if r.engine in ("openai", "sglang"):
+        detail = f"a server of the kind {r.engine} does not report them"
+        yield Finding("MT385", key, detail, [limits, {"rollout.engine": "local"}])
+    elif not r.top_k:
+        detail = "without rollout.top_k, any number of them may be kept"
+        yield Finding("MT385", key, detail, [{"rollout.top_k": 64}, limits])
+
+
+@rule(
+    Code(
+        "MT384",
+        help="Use objective.max_staleness=0, or a server with rollout.updates=1.",
+        example=f"{GRPO} {STALENESS}=1",
+    ),
+    reads=f"{STALENESS} {NAME} rollout.engine rollout.updates rollout.environment",
+)
+def stale_rollouts(run: RunConfig) -> Iterator[Finding]:
+    """Cannot sample answers while a step trains because this run samples them between steps."""
+    r = run.rollout
+    if not run.objective.rolls or not run.objective.max_staleness:
+        return
+    if r.engine == "local":
+        detail = "rollout.engine is local, which samples with the trained shards"
+        yield Finding("MT384", STALENESS, detail, each(STALENESS, [0]))
+    elif r.updates > 1:
+        detail = f"{r.updates} updates for each batch of rollouts"
+        yield Finding("MT384", STALENESS, detail, [{"rollout.updates": 1}, {STALENESS: 0}])
+    elif r.environment is not None:
+        detail = f"rollout.environment is {r.environment}, which answers between two turns"
+        yield Finding("MT384", STALENESS, detail, each(STALENESS, [0]))
 
 
 @rule(

@@ -14,6 +14,7 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 PAIRS = (*WITH_REFERENCE, "orpo", "simpo", "reward")
 # Objectives of answers that the policy itself samples.
 ROLLOUTS = ("grpo", "rloo")
+SERVED = "objective.name=grpo|rloo and rollout.engine=openai|sglang|transformers"
 PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 DRAWN = "drawn"
 """Word for a teacher with weights from another seed: of the student's shape, or with `:NAME` behind
@@ -241,6 +242,17 @@ class ObjectiveConfig(Section):
         ),
     ] = 2.0
     """importance: the largest ratio."""
+    max_staleness: Annotated[
+        Annotated[int, Field(ge=0, le=1)],
+        Key(
+            when=SERVED,
+            aka="max_off_policy_steps staleness_threshold max_weight_sync_lag",
+        ),
+    ] = 0
+    """grpo, rloo with a server: the most steps by which the weights that sampled an answer may be
+    older than those that it trains. 0: a step waits for its answers; 1: the answers of the next
+    step are sampled while a step trains. Older answers are sampled anew.
+    """
 
     @property
     def pairs(self) -> bool:

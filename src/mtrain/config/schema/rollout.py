@@ -14,39 +14,53 @@ from mtrain.config.schema.base import (
     Seconds,
     Section,
 )
+from mtrain.config.schema.objective import SERVED
 
 JUDGED = "objective.name=grpo|rloo and rollout.rewards"
 ACTED = "objective.name=grpo|rloo and rollout.environment"
-SERVED = "objective.name=grpo|rloo and rollout.engine=openai|sglang"
 MODEL = "model"
 """The reward that ranks compute together, by a model; all others are functions in processes."""
+REMOTE = "objective.name=grpo|rloo and rollout.engine=openai|sglang"
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class RolloutConfig(Section):
     """`rollout`: answers to prompts, which the policy samples in every step."""
 
-    engine: Annotated[Literal["local", "openai", "sglang"], Key(aka="backend")] = "local"
+    engine: Annotated[Literal["local", "openai", "sglang", "transformers"], Key(aka="backend")] = (
+        "local"
+    )
     """The sampler. local: the trained shards themselves, in the layout of the run; openai: a server
-    with OpenAI's completions and token ids, such as vLLM; sglang: a server of SGLang.
+    with OpenAI's completions and token ids, such as vLLM; sglang: a server of SGLang;
+    transformers: a process of transformers next to the first rank, which is slow: for tests.
     """
     url: Annotated[
-        str | None, Key(when=SERVED, effect=Effect.RUNTIME, aka="vllm_server_base_url base_url")
+        str | None, Key(when=REMOTE, effect=Effect.RUNTIME, aka="vllm_server_base_url base_url")
     ] = None
     """openai, sglang: the address of the server, such as http://host:8000. The environment variable
     MTRAIN_ROLLOUT_KEY has its key.
     """
-    server_model: Annotated[str | None, Key(when=SERVED, effect=Effect.RUNTIME)] = None
+    server_model: Annotated[str | None, Key(when=REMOTE, effect=Effect.RUNTIME)] = None
     """openai, sglang: the name of the model there; null: the only one that the server has."""
     weights_folder: Annotated[str | None, Key(when=SERVED, effect=Effect.RUNTIME)] = None
-    """openai, sglang: a folder on a disk that the server reads too. The weights are written to it
-    before each batch of rollouts but that of step 1, in the format of checkpoint.init_from, which
-    the server starts with.
+    """openai, sglang, transformers: a folder on a disk that the server reads too. The weights are
+    written to it before each batch of rollouts, in the format of checkpoint.init_from; not before
+    that of step 1 where a server starts with them and objective.max_staleness is 0.
     """
     request_seconds: Annotated[Seconds, Key(when=SERVED, effect=Effect.RUNTIME)] = 600.0
-    """openai, sglang: the most time of a request."""
+    """openai, sglang, transformers: the most time of a request."""
     temperature: Annotated[NonNegativeFloat, Key(aka="sampling_temperature")] = 1.0
     """Divisor of logits, in sampling and in every log-probability of the loss."""
+    top_k: Annotated[NonNegativeInt, Key(aka="sampling_top_k", unit="tokens")] = 0
+    """The most likely tokens that are drawn; 0: all. With one of these three limits,
+    log-probabilities are those among the tokens that it keeps, for the sampler and the trainer.
+    """
+    top_p: Annotated[Annotated[float, Field(gt=0, le=1)], Key(aka="sampling_top_p")] = 1.0
+    """The probability of the most likely tokens that are drawn; needs top_k."""
+    min_p: Annotated[Annotated[float, Field(ge=0, lt=1)], Key()] = 0.0
+    """The least probability of a token that is drawn, as a share of the most likely one's; needs
+    top_k.
+    """
     max_tokens: Annotated[
         PositiveInt | None,
         Key(aka="max_completion_length max_new_tokens max_response_length", unit="tokens"),

@@ -238,6 +238,7 @@ class HybridModel(SummedLosses, _CoreModel):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         lesson: Lesson | None = None,
+        drawn_among: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
         """Return the sum of losses of tokens [b, s], or without `labels` the logits [b, s, v / tp];
@@ -249,6 +250,7 @@ class HybridModel(SummedLosses, _CoreModel):
         with _before_the_output_layer(self):
             hidden = super().forward(input_ids, position_ids, attention_mask, **more)
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
+        self._among = drawn_among
         with self.taught(lesson):
             return self.sum_of_losses(hidden, labels, mask)
 

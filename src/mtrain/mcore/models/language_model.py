@@ -32,7 +32,10 @@ from mtrain.mcore.layers.residual import join_layers
 from mtrain.mcore.layers.rotary import Frequencies, ScaledRotary, TwoBases
 from mtrain.mcore.layers.value_head import ValueHead
 from mtrain.mcore.models.distillation import Head, Lesson, distil
+from mtrain.mcore.models.limited import limited_log_probabilities
 
+AMONG = "drawn_among"
+"""Key of a micro-batch: the tokens that each label was drawn among, int64 [b, s, k]; -1: none."""
 LESSON = "lesson"
 """Key of a micro-batch: the `Lesson` of a teacher, on the last stage."""
 FURTHER_LOSS_SHARES = "further_loss_shares"
@@ -75,12 +78,13 @@ class OutputLayer(ColumnLinear):
         is_whole_loss: bool = False,
         per_token: bool = False,
         temperature: float = 1.0,
+        among: Tensor | None = None,
         lesson: Lesson | None = None,
         impl: str = "reference",
     ) -> Any:
         """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
-        sum of weighted losses, or `per_token` the loss of each token [b, s] without its weight, of
-        logits divided by `temperature`; with a `lesson`, the sums of `distillation.distil`.
+        sum of weighted losses, or `per_token` what `_token_losses` returns; with a `lesson`, the
+        sums of `distillation.distil`.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
         `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
@@ -114,7 +118,7 @@ class OutputLayer(ColumnLinear):
                 sequence_parallel=self.sequence_parallel,
             )
         if per_token:
-            return self._token_losses(hidden, weight, labels, vocab_size, temperature, impl)
+            return self._token_losses(hidden, weight, labels, vocab_size, temperature, among, impl)
         auxiliary = AuxiliaryOutputs() if auxiliary is None else auxiliary
         # Hidden states are [s, b, h]: labels and weights [b, s] have to follow their order.
         token_weights = token_weights.t().flatten()
@@ -150,9 +154,26 @@ class OutputLayer(ColumnLinear):
         labels: Tensor,
         vocab_size: int | None,
         temperature: float,
+        among: Tensor | None,
         impl: str,
     ) -> Tensor:
-        """Return the loss of each token [b, s], of logits divided by `temperature`."""
+        """Return the loss of each token [b, s] without its weight, of logits divided by
+        `temperature`: of all tokens, or of those of `among` [b, s, k].
+        """
+        group = self.tp_group if self.tp_group.size() > 1 else None
+        if among is not None:
+            losses = -limited_log_probabilities(
+                hidden,
+                weight,
+                labels.t().flatten(),
+                among.transpose(0, 1).flatten(0, 1),
+                temperature=temperature,
+                soft_cap=self.soft_cap,
+                group=group,
+                sequence_parallel=self.sequence_parallel,
+            )
+            self.report_losses(losses, labels)
+            return losses.view(labels.t().shape).t()
         cap = self.soft_cap
         if temperature != 1:
             # Logits are linear in their operand, and a cap comes before the division.
@@ -164,7 +185,7 @@ class OutputLayer(ColumnLinear):
             labels.t().flatten(),
             vocab_size=vocab_size,
             soft_cap=cap,
-            group=self.tp_group if self.tp_group.size() > 1 else None,
+            group=group,
             sequence_parallel=self.sequence_parallel,
             impl=impl,
         )
@@ -259,6 +280,8 @@ class SummedLosses:
     """True of a teacher: the output is the output layer's input, which its student's loss reads."""
     _lesson: Lesson | None = None
     """A teacher's view of the micro-batch that runs."""
+    _among: Tensor | None = None
+    """Tokens that the labels of the micro-batch that runs were drawn among; None: all."""
     per_token = False
     """True if an objective reads the log-probability of each label, instead of a sum of losses."""
     temperature = 1.0
@@ -356,7 +379,7 @@ class SummedLosses:
         if self._lesson is not None:
             given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
             return self.output_layer(hidden, weight, **given, lesson=self._lesson)  # type: ignore[no-any-return]
-        if self.per_token and self.loss != "megatron":
+        if self.per_token and (self.loss != "megatron" or self._among is not None):
             given = {"labels": labels, "token_weights": mask, "vocab_size": self.loss_vocab_size}
             losses = self.output_layer(
                 hidden,
@@ -364,6 +387,7 @@ class SummedLosses:
                 **given,
                 per_token=True,
                 temperature=self.temperature,
+                among=self._among,
                 impl=self.loss,
             )
             return -losses.float()  # type: ignore[no-any-return]
@@ -491,9 +515,10 @@ class LanguageModel(SummedLosses, GPTModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run megatron-core's forward with `further_masks` [b, s, depths], a `loss_mask` for each
-        MTP layer's loss, and a teacher's `lesson`.
+        MTP layer's loss, a teacher's `lesson`, and the tokens that labels were `drawn_among`.
         """
         self._further_masks = kwargs.pop("further_masks", None)
+        self._among = kwargs.pop(AMONG, None)
         with self.taught(kwargs.pop(LESSON, None)):
             return super().forward(*args, **kwargs)
 

@@ -21,10 +21,17 @@ class Sampling:
     """Keep the most likely tokens that together have this probability, the last of them too."""
     min_p: float = 0.0
     """Keep tokens with at least this share of the probability of the most likely one."""
+    reports: bool = False
+    """Report the tokens that each one was drawn among: at most `top_k`."""
     seed: int | None = None
     """Seed of each prompt's draws, so that its text does not depend on other prompts; None:
     `trainer.seed`.
     """
+
+    @property
+    def limited(self) -> bool:
+        """Return whether some tokens are never drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class Continuation:
     """Nats of each token, in the distribution that it was drawn from; empty where tokens were drawn
     in blocks.
     """
+    among: list[list[int]] = field(default_factory=list)
+    """The tokens that each was drawn among, if they were requested."""
 
 
 @dataclass(frozen=True)

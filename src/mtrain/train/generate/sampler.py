@@ -20,7 +20,7 @@ from mtrain.mcore import api as mcore
 from mtrain.mcore.layers.padding import padding_is
 from mtrain.train.generate.decoder import BLOCK, Decoder
 from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
-from mtrain.train.generate.sampling import draw, noise_of
+from mtrain.train.generate.sampling import draw, draw_among, noise_of
 from mtrain.world.heartbeat import begin_phase
 from mtrain.world.heartbeat import waiting as waiting_for_others
 from mtrain.world.init import World
@@ -212,7 +212,10 @@ class Sampler:
                 waiting = {i: texts[i] for i in going if len(texts[i].ids) == known}
                 if not self._add_next(waiting, logits, stop()):
                     return None
-        return [Continuation(text.added, text.ended, text.log_probabilities) for text in texts]
+        return [
+            Continuation(text.added, text.ended, text.log_probabilities, text.among)
+            for text in texts
+        ]
 
     def _start(self, known: int) -> int:
         """Return the first token of the context of the next one, if so many are known."""
@@ -285,7 +288,8 @@ class Sampler:
         # Choices, endings and log-probabilities of the texts, and in the last column the requests
         # to stop: all ranks sum the draws of one of them. All are exact in this type.
         device = self.world.torch_device
-        sent = torch.zeros((3, len(waiting) + 1), dtype=torch.float64, device=device)
+        kept = max((text.reported for text in waiting.values()), default=0)
+        sent = torch.zeros((3 + kept, len(waiting) + 1), dtype=torch.float64, device=device)
         sent[0, -1] = stops
         if logits is not None and waiting:
             known = logits[:, : self.run.model.vocab_size].float().cpu()
@@ -294,12 +298,15 @@ class Sampler:
         with waiting_for_others():
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(sent, group=group)
-            choices, endings, values = sent.tolist()
-        for text, choice, ended, value in zip(
-            waiting.values(), choices, endings, values, strict=False
+            choices, endings, values, *among = sent.tolist()
+        for place, (text, choice, ended, value) in enumerate(
+            zip(waiting.values(), choices, endings, values, strict=False)
         ):
             text.add(int(choice), ENDINGS[int(ended)])
             text.log_probabilities.append(value)
+            if kept:
+                # Sent as ids + 1: 0 is a place without a token.
+                text.among.append([int(row[place]) - 1 for row in among if row[place]])
         return not choices[-1]
 
     def _next_logits(self, rows: Sequence[list[int]], cache: Any = None) -> torch.Tensor | None:
@@ -407,6 +414,7 @@ class Text:
     ) -> None:
         self.ids = ids
         self.log_probabilities = []
+        self.among: list[list[int]] = []
         self.ended = LENGTH
         self.done = sampling.tokens <= 0
         self._begin = len(ids)
@@ -431,12 +439,23 @@ class Text:
         """Return how many tokens may follow."""
         return self._last - len(self.ids)
 
-    def draw(self, logits: torch.Tensor) -> tuple[int, int, float]:
+    @property
+    def reported(self) -> int:
+        """Return the most tokens that are reported for each draw."""
+        return self._sampling.top_k if self._sampling.reports else 0
+
+    def draw(self, logits: torch.Tensor) -> list[float]:
         """Return the next token, the number of the ending that it causes, and its
-        log-probability.
+        log-probability; then, if they are reported, the tokens that it was drawn among, each plus
+        1, and zeros.
         """
-        choice, value = draw(logits, self._sampling, self._generator)
-        return choice, ENDINGS.index(self.ending(choice)), value
+        ids: list[int] = []
+        if self.reported:
+            choice, value, ids = draw_among(logits, self._sampling, self._generator)
+        else:
+            choice, value = draw(logits, self._sampling, self._generator)
+        among = [one + 1 for one in ids] + [0] * (self.reported - len(ids))
+        return [choice, ENDINGS.index(self.ending(choice)), value, *among]
 
     def noise(self, vocabulary: int) -> torch.Tensor:
         """Return the random numbers of the next token."""

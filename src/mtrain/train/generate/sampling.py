@@ -21,6 +21,20 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tupl
     return choice, float(values.double().log_softmax(-1)[choice])
 
 
+def draw_among(
+    logits: Tensor, sampling: Sampling, generator: torch.Generator
+) -> tuple[int, float, list[int]]:
+    """Return what `draw` returns, and the tokens that the limits keep: at most `top_k`, which is
+    above 0, also where several have one logit.
+    """
+    values, ids = limited(logits / sampling.temperature, sampling).topk(
+        min(sampling.top_k, len(logits))
+    )
+    choice = int(torch.multinomial(torch.softmax(values, -1), 1, generator=generator))
+    value = float(values.double().log_softmax(-1)[choice])
+    return int(ids[choice]), value, ids[values > -torch.inf].tolist()
+
+
 def chosen(logits: Tensor, sampling: Sampling, noise: Tensor | None) -> Tensor:
     """Return token ids [rows] from `logits` [rows, vocabulary], without the host.
 

@@ -20,6 +20,8 @@ from mtrain.train.rollouts.http_json import Endpoint, ServerFault
 from mtrain.world.heartbeat import begin_phase
 
 T = TypeVar("T")
+NAMED = "step "
+"""Beginning of the names of pushed weights."""
 BEAT_S = 0.2
 """Seconds between two looks at requests to stop."""
 
@@ -56,6 +58,8 @@ class Client:
     pushed: str | None = None
     """Version that the server got last, as it reports it; None: it has its first weights."""
     stop: Callable[[], bool] = lambda: False
+    stale: int = field(default=0, init=False)
+    """Answers of weights of another push, which were requested again."""
     _lost: str = field(default="", init=False)
     _numbers: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _ends: threading.Event = field(default_factory=threading.Event, init=False)
@@ -98,23 +102,35 @@ class Client:
             ServerFault: the server fails for too long, or gives wrong answers.
         """
         self._ends.clear()
+        self.stale = 0
         pool = ThreadPoolExecutor(self.in_flight, thread_name_prefix="rollouts")
         try:
             tasks = [pool.submit(self._one, ids, seed, sampling) for ids, seed in prompts]
             left = set(tasks)
+            main = threading.current_thread() is threading.main_thread()
             while left:
-                begin_phase("generation")
+                # The heartbeat is that of the main thread, which may train meanwhile.
+                if main:
+                    begin_phase("generation")
                 done, left = wait(left, BEAT_S, return_when=FIRST_EXCEPTION)
                 for task in done:
                     task.result()
                 if left and self.stop():
                     return None
             return [task.result() for task in tasks]
+        except ServerFault as error:
+            came = sum(task.done() and task.exception() is None for task in tasks)
+            text = f"{error}; {came} of {len(tasks)} answers had arrived"
+            raise ServerFault(text, again=False) from error
         finally:
             # Else a process that ends would wait for threads that wait for a server.
-            self._ends.set()
-            self.endpoint.abort()
+            self.abort()
             pool.shutdown(cancel_futures=True)
+
+    def abort(self) -> None:
+        """End all requests under way, whose threads raise ServerFault."""
+        self._ends.set()
+        self.endpoint.abort()
 
     def _one(self, ids: tuple[int, ...], seed: int, sampling: Sampling) -> Continuation:
         most = min(sampling.tokens, self.context + 1 - len(ids))
@@ -131,11 +147,15 @@ class Client:
                 raise ServerFault(f"a wrong answer: {error}", again=True) from error
             if version is not None and found.version not in (None, version):
                 text = f"an answer has weights {str(found.version)[:40]!r}, not {version!r}"
-                raise ServerFault(text, again=False)
+                # One of several servers may get its weights last.
+                pushed = str(found.version).startswith(NAMED)
+                self.stale += pushed
+                raise ServerFault(text, again=pushed)
             if self._lost and found.version is None:
                 raise ServerFault(self._lost, again=False)
             ended = END if found.ends else LENGTH
-            return Continuation(found.ids, ended, [float(v) for v in found.log_probabilities])
+            values = [float(value) for value in found.log_probabilities]
+            return Continuation(found.ids, ended, values, found.among)
 
         return self._tried(once)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mtrain.train.generate.request import Sampling
@@ -42,6 +42,8 @@ class Answered:
     """True if a token ended the text, not its length."""
     version: str | None
     """Version of the weights, as the server reports it; None: it reports none."""
+    among: list[list[int]] = field(default_factory=list)
+    """The tokens that each was drawn among; empty: not reported."""
 
 
 class Dialect(Protocol):
@@ -50,6 +52,9 @@ class Dialect(Protocol):
     path: str
     tempered: bool
     """True if log-probabilities are those of the temperature that was drawn with."""
+
+    reports: bool
+    """True if a server reports the tokens that each one was drawn among."""
 
     def body(self, model: str, asked: Asked, sampling: Sampling) -> dict[str, Any]:
         """Return the request."""
@@ -70,6 +75,7 @@ class OpenAI:
 
     path = "/v1/completions"
     tempered = False
+    reports = False
 
     def body(self, model: str, asked: Asked, sampling: Sampling) -> dict[str, Any]:
         """Return the request."""
@@ -109,6 +115,7 @@ class SGLang:
 
     path = "/generate"
     tempered = True
+    reports = False
 
     def body(self, model: str, asked: Asked, sampling: Sampling) -> dict[str, Any]:
         """Return the request."""
@@ -142,7 +149,29 @@ class SGLang:
         return Answered(ids, values, reason == "stop", meta["weight_version"])
 
 
-DIALECTS: dict[str, Dialect] = {"openai": OpenAI(), "sglang": SGLang()}
+class Transformers(OpenAI):
+    """The form of `openai`, of our own process, whose log-probabilities have the temperature."""
+
+    tempered = True
+    reports = True
+
+    def body(self, model: str, asked: Asked, sampling: Sampling) -> dict[str, Any]:
+        """Return the request, with limits of the draws."""
+        names = ("top_k", "top_p", "min_p", "reports")
+        limits = {name: getattr(sampling, name) for name in names}
+        return super().body(model, asked, sampling) | limits
+
+    def read(self, answer: Mapping[str, Any], asked: Asked) -> Answered:
+        """Return the answer, with the tokens that each one was drawn among."""
+        found = super().read(answer, asked)
+        return replace(found, among=answer["choices"][0]["among"])
+
+
+DIALECTS: dict[str, Dialect] = {
+    "openai": OpenAI(),
+    "sglang": SGLang(),
+    "transformers": Transformers(),
+}
 
 
 def require(holds: bool, why: str) -> None:
@@ -167,6 +196,9 @@ def checked(found: Answered, asked: Asked, vocabulary: int) -> Answered:
     require(whole, f"a token is not below {vocabulary}")
     finite = all(type(v) in (int, float) and math.isfinite(v) and v < ROUNDED for v in values)
     require(finite, "a log-probability is no number below 0")
+    if found.among:
+        drawn = [token in kept for token, kept in zip(ids, found.among, strict=True)]
+        require(all(drawn), "a token is not among those that it was drawn from")
     require(not asked.ends & set(ids[:-1]), "it goes on after the end of a text")
     require(found.ends == (ids[-1] in asked.ends), "its last token is not that of its end")
     require(found.ends or len(ids) == asked.tokens, f"it was cut after {len(ids)} tokens")

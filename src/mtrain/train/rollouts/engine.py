@@ -52,6 +52,8 @@ class Rollout:
     """The messages of an answer of several turns; empty: it is one text."""
     why: str = ""
     """Reason for which an environment failed."""
+    among: tuple[tuple[int, ...], ...] = ()
+    """The tokens that each was drawn among; empty: all."""
 
     @property
     def sampled(self) -> int:

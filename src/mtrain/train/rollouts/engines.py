@@ -11,6 +11,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.train.generate.texts import endings, ends_of
 from mtrain.train.loop.context import TrainContext
+from mtrain.train.rollouts import hf_server
 from mtrain.train.rollouts.client import Client
 from mtrain.train.rollouts.engine import Engine
 from mtrain.train.rollouts.hf_weights import hf_weights
@@ -28,21 +29,26 @@ def engine_of(context: TrainContext, tokenizer: Tokenizer) -> Engine:
     if r.engine == "local":
         ending = endings(tokenizer, ())
         return LocalEngine(run, context.world, context.state.chunks, r.rows, ending, stop)
-    assert r.url is not None
+    own = None
+    url = r.url
+    if r.engine == "transformers":
+        # Ranks other than the first one send no request.
+        own, url = hf_server.begun() if context.world.is_rank0 else (None, "http://127.0.0.1")
+    assert url is not None
     client = Client(
-        r.url,
+        url,
         run.model.vocab_size,
         run.data.length,
         ends_of(tokenizer),
         r.engine,
-        r.server_model or "",
+        hf_server.MODEL if own else r.server_model or "",
         r.rows,
         r.request_seconds,
         stop=stop,
     )
     folder = None if r.weights_folder is None else user_path(r.weights_folder)
-    probe = (PROBE, tokenizer.encode(PROBE))
-    return ServerEngine(run, context.world, client, folder, base_of(run), probe, stop)
+    probe = None if r.engine == "transformers" else (PROBE, tokenizer.encode(PROBE))
+    return ServerEngine(run, context.world, client, folder, base_of(run), probe, stop, own=own)
 
 
 def base_of(run: RunConfig) -> Path | None:
@@ -59,5 +65,9 @@ def push(context: TrainContext, engine: Engine) -> None:
     if run.rollout.engine == "local" or run.rollout.weights_folder is None or base is None:
         return
     kind = json.loads((base / "config.json").read_text(encoding="utf-8"))["model_type"]
+    if isinstance(engine, ServerEngine):
+        # An evaluation pushes while the answers of the next step are under way.
+        now = context.state.sampled
+        engine.kept = [*context.state.sampled_saved, *([] if now is None else [now])]
     weights = hf_weights(run, context.world, context.state.chunks, kind)
     engine.push(weights, context.state.step)

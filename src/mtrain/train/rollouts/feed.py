@@ -35,10 +35,12 @@ from mtrain.train.loop.result import StepResult
 from mtrain.train.loop.step import log_probabilities
 from mtrain.train.policy import OLD, PolicyObjective
 from mtrain.train.rewards import Sampled
+from mtrain.train.rollouts.ahead import Ahead
 from mtrain.train.rollouts.engine import Engine, Prompt, Rollout
 from mtrain.train.rollouts.engines import engine_of, push
 from mtrain.train.rollouts.judges import Judges, Verdict
 from mtrain.train.rollouts.scores import ModelScores
+from mtrain.train.rollouts.server import ServerEngine
 from mtrain.train.rollouts.turns import Turns
 from mtrain.world.heartbeat import begin_phase, waiting
 
@@ -96,9 +98,21 @@ class RolloutFeed:
         self._sampling = Sampling(
             tokens=run.rollout.tokens(run.data.length),
             temperature=run.rollout.temperature,
+            top_k=run.rollout.top_k,
+            top_p=run.rollout.top_p,
+            min_p=run.rollout.min_p,
+            reports=run.rollout.top_k > 0,
             seed=run.trainer.seed,
         )
         engine = engine_of(context, self._tokenizer)
+        self._server = engine if isinstance(engine, ServerEngine) else None
+        self._ahead = None
+        if run.objective.max_staleness:
+            assert self._server is not None
+            self._ahead = Ahead(context, self._server)
+        else:
+            # A run before this one may have had some under way.
+            context.state.sampled = None
         r = run.rollout
         self._judges = None
         self._scores = ModelScores(context) if r.scores else None
@@ -152,28 +166,35 @@ class RolloutFeed:
         places = self._places(place)
         numbers = np.arange(place[0], sum(places[-1]))
         seconds = {"rollout_s": 0.0, "reward_s": 0.0}
-        # The server starts with the weights of step 0; a resumed run brings it up to date.
-        if self._context.state.step:
+        if self._ahead is not None:
+            self._ahead.require(self._prompts(numbers), self._sampling)
+        elif self._is_behind():
             begin_phase("rollouts")
             push(self._context, self._engine)
-        rollouts, rewards = self._judged(numbers, seconds)
+        rollouts, rewards = self._judged(numbers, seconds, places[-1])
         resampled = 0
-        for again in range(1, self._context.run.rollout.resample + 1):
+        resamples = self._context.run.rollout.resample
+        for again in range(1, resamples + 1):
             equal = np.flatnonzero(self._equal(self._grouped(rewards)).repeat(self._source.group))
             if not len(equal):
                 break
             resampled += len(equal) // self._source.group
             # The same places of the following steps: every rank and a resumed run know them.
-            others, rewards[equal] = self._judged(numbers[equal] + again * len(numbers), seconds)
+            later = numbers[equal] + again * len(numbers)
+            others, rewards[equal] = self._judged(later, seconds, None)
             for number, other in zip(equal, others, strict=True):
                 rollouts[number] = other
+        # Replacements have the weights of the answers that they replace.
+        if resamples:
+            self._begin_after(places[-1])
         steps = []
         for consumed, size in places:
             part = slice(consumed - place[0], consumed - place[0] + size)
             groups = self._grouped(rewards[part])
             advantages = self._objective.advantages(groups).ravel()
             measured = self._described(rollouts[part], rewards[part], groups) | seconds
-            if self._context.run.rollout.resample:
+            measured |= self._ages(rollouts[part], self._context.state.step + len(steps))
+            if resamples:
                 measured["resampled_groups"] = resampled
             steps.append(Step((consumed, size), rollouts[part], advantages, measured))
             # The first step of several has all of the work.
@@ -181,20 +202,26 @@ class RolloutFeed:
             resampled = 0
         return [steps[0], *map(self._with_old, steps[1:])]
 
+    def _is_behind(self) -> bool:
+        """Return whether a server has other weights than the policy: it starts with those of step
+        0, and that of transformers with none.
+        """
+        return self._context.state.step > 0 or self._context.run.rollout.engine == "transformers"
+
     def evaluated(self, source: PromptSamples, count: int) -> dict[str, float]:
         """Return the metrics of answers to the first `count` samples of another split, in whole
         groups. An answer passes if the first of `rollout.rewards` is 1 or more.
 
         Raises as `take` does.
         """
+        seconds = {"rollout_s": 0.0, "reward_s": 0.0}
         twin = copy.copy(self)
         twin._source = source
         begin_phase("evaluation")
-        # A server has the weights before the last update.
-        if self._context.state.step:
+        if self._is_behind():
             push(self._context, self._engine)
         count = max(source.group, min(count, len(source)) // source.group * source.group)
-        rollouts, rewards = twin._judged(np.arange(count), {"rollout_s": 0.0, "reward_s": 0.0})
+        rollouts, rewards = twin._judged(np.arange(count), seconds, None)
         groups = twin._grouped(rewards)
         passed = (rewards[:, 0] >= 1 - EQUAL).reshape(groups.shape)
         return twin._described(rollouts, rewards, groups) | {
@@ -205,24 +232,71 @@ class RolloutFeed:
         }
 
     def _judged(
-        self, numbers: np.ndarray, seconds: dict[str, float]
+        self, numbers: np.ndarray, seconds: dict[str, float], place: tuple[int, int] | None
     ) -> tuple[list[Rollout], np.ndarray]:
         """Return answers to samples and their rewards, float64 [answers, functions]; add the time
         of both to `seconds`.
+
+        While the answers are judged, a server may sample those of the step after `place`.
         """
         begun = time.perf_counter()
         begin_phase("rollouts")
-        record = self._source.record if self._context.run.rollout.environment else lambda n: {}
-        prompts = [Prompt(tuple(self._source.ids(n).tolist()), int(n), record(n)) for n in numbers]
-        rollouts = self._engine.generate(prompts, self._sampling)
-        if rollouts is None:
-            raise Stopped
+        rollouts = self._fresh(self._generated(numbers, seconds), seconds)
+        if place is not None and not self._context.run.rollout.resample:
+            self._begin_after(place)
         sampled = time.perf_counter()
         begin_phase("rewards")
         rewards = self._rewards(rollouts)
         seconds["rollout_s"] += sampled - begun
         seconds["reward_s"] += time.perf_counter() - sampled
         return rollouts, rewards
+
+    def _prompts(self, numbers: np.ndarray) -> list[Prompt]:
+        record = self._source.record if self._context.run.rollout.environment else lambda n: {}
+        return [Prompt(tuple(self._source.ids(n).tolist()), int(n), record(n)) for n in numbers]
+
+    def _generated(self, numbers: np.ndarray, seconds: dict[str, float]) -> list[Rollout]:
+        rollouts = self._engine.generate(self._prompts(numbers), self._sampling)
+        if rollouts is None:
+            raise Stopped
+        if self._server is not None:
+            seconds["stale_answers"] = seconds.get("stale_answers", 0) + self._server.stale
+        return rollouts
+
+    def _fresh(self, rollouts: list[Rollout], seconds: dict[str, float]) -> list[Rollout]:
+        """Return answers of weights that are not older than `objective.max_staleness`: older ones
+        are sampled anew, with the weights as they are.
+        """
+        if self._server is None:
+            return rollouts
+        oldest = self._context.state.step - self._context.run.objective.max_staleness
+        stale = [i for i, rollout in enumerate(rollouts) if rollout.version < oldest]
+        if not stale:
+            return rollouts
+        push(self._context, self._engine)
+        numbers = np.array([rollouts[i].prompt.number for i in stale])
+        for i, other in zip(stale, self._generated(numbers, seconds), strict=True):
+            rollouts[i] = other
+        seconds["stale_answers"] += len(stale)
+        return rollouts
+
+    def _begin_after(self, place: tuple[int, int]) -> None:
+        """Let a server begin with the answers of the step after `place`, if it works ahead."""
+        if self._ahead is None:
+            return
+        consumed = sum(place)
+        if self._context.state.step + 1 >= self._context.run.trainer.steps:
+            self._ahead.end()
+            return
+        numbers = np.arange(consumed, consumed + size_after(self._context.batch_sizes, consumed))
+        self._ahead.begin(self._prompts(numbers), self._sampling)
+
+    def _ages(self, rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
+        """Return the steps between the weights that sampled and those that train after `step`."""
+        if self._server is None:
+            return {}
+        ages = [step - rollout.version for rollout in rollouts]
+        return {"sample_age": float(np.mean(ages)), "sample_age_max": max(ages)}
 
     def _grouped(self, rewards: np.ndarray) -> np.ndarray:
         """Return the weighed rewards of answers by group, float64 [groups, answers]."""
@@ -380,6 +454,7 @@ class RolloutFeed:
                 np.array(rollout.log_probabilities, np.float32),
                 float(step.advantages[place]),
                 np.array(rollout.own) if rollout.own else None,
+                among=rollout.among,
             )
             for place in places
             for rollout in (step.rollouts[place],)

@@ -88,7 +88,12 @@ class LocalEngine:
             return None
         return [
             Rollout(
-                prompt, tuple(text.ids), tuple(text.log_probabilities), text.ended, self.version
+                prompt,
+                tuple(text.ids),
+                tuple(text.log_probabilities),
+                text.ended,
+                self.version,
+                among=tuple(map(tuple, text.among)),
             )
             for prompt, text in zip(prompts, texts, strict=True)
         ]
@@ -157,6 +162,7 @@ class _Rows:
         self.waiting = deque(i for i in mine if not self.texts[i].done)
         self.rows: list[Text | None] = [None] * engine.rows
         self.count = len(prompts)
+        self.kept = sampling.top_k if sampling.reports else 0
         sharded = engine.run.parallel.fsdp != "none"
         self.in_step = grid.dp > 1 and (sharded or grid.ep * grid.etp > grid.tp * grid.cp)
         self.draws = engine.world.rank == grid.rank_of(
@@ -277,10 +283,10 @@ class _Rows:
         own = {}
         if self.draws and self.engine.world.coords["cp"] == 0:
             own = {
-                i: Continuation(text.added, text.ended, text.log_probabilities)
+                i: Continuation(text.added, text.ended, text.log_probabilities, text.among)
                 for i, text in self.texts.items()
             }
-        sent = packed(own, self.count, longest).to(self.device)
+        sent = packed(own, self.count, longest, self.kept).to(self.device)
         with waiting():
             dist.all_reduce(sent)
-        return unpacked(sent)
+        return unpacked(sent, self.kept)

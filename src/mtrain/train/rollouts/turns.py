@@ -44,6 +44,8 @@ class _Talk:
     log_probabilities: list[float] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
     """True for each token that the model sampled."""
+    among: list[tuple[int, ...]] = field(default_factory=list)
+    """The tokens that each was drawn among, if the engine reports them."""
     ended: str = LENGTH
     version: int = 0
     why: str = ""
@@ -65,6 +67,7 @@ class _Talk:
             own=tuple(self.own),
             messages=tuple(self.messages[self.begin :]),
             why=self.why,
+            among=tuple(self.among),
         )
 
 
@@ -130,6 +133,7 @@ class Turns:
             talk.ended = rollout.ended if len(rollout.ids) <= most else LENGTH
             talk.version = rollout.version
             talk.add(ids, rollout.log_probabilities[:most], own=True)
+            talk.among += rollout.among[:most]
             said = ids[:-1] if talk.ended == END else ids
             talk.messages.append({"role": "assistant", "content": self.tokenizer.decode(said)})
         return True
@@ -159,6 +163,8 @@ class Turns:
             return False
         talk.messages += messages
         talk.add(ids, [0.0] * len(ids), own=False)
+        # What nobody drew is certain.
+        talk.among += [(one,) for one in ids] if talk.among else []
         return True
 
     def _following(self, talk: _Talk, messages: list[Any]) -> list[int] | None:

@@ -1,7 +1,9 @@
 """Weights for a server: folders on a disk that it reads, and the routes that make it read them.
 
 Written against the documented routes of vLLM 0.33 (under VLLM_SERVER_DEV_MODE=1) and SGLang 0.5.
-Nothing is pickled: files are safetensors.
+Nothing is pickled: files are safetensors. vLLM's routes of tensors (/init_weight_transfer_engine,
+/start_weight_update, /update_weights, /finish_weight_update) are not used: their back ends are
+NCCL, which needs the devices of both sides in one group, and one that unpickles.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from mtrain import strict_json
 from mtrain.ckpt.contents import IN_FILE, on_host
 from mtrain.ckpt.new_file import Writer
+from mtrain.train.rollouts import hf_server
 from mtrain.train.rollouts.client import Client
 
 FILE_BYTES = 2_000_000_000
@@ -93,8 +96,15 @@ def by_sglang(client: Client, folder: Path, version: str) -> str | None:
     return version
 
 
+def by_transformers(client: Client, folder: Path, version: str) -> str | None:
+    """Make the process of transformers read its weights; return the version it reports then."""
+    client.call(hf_server.LOAD, {"path": str(folder), "version": version})
+    return version
+
+
 READ_BY: dict[str, Callable[[Client, Path, str], str | None]] = {
     "openai": by_vllm,
     "sglang": by_sglang,
+    "transformers": by_transformers,
 }
 """The routes by the dialect of a server."""
