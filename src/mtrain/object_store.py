@@ -36,9 +36,7 @@ def without_secret(name: str) -> str:
 
 
 def unusable(url: str, *, lasting: bool = False) -> str:
-    """Return why checkpoints cannot lie at an address, with `lasting` for longer than one process
-    lives; empty if they can.
-    """
+    """Return why checkpoints cannot lie at an address, with `lasting` beyond one process; or ""."""
     scheme, _, rest = url.partition("://")
     if not is_remote(url):
         return "it has no scheme"

@@ -34,9 +34,7 @@ FAILED = "failed"
 SHORTEST_S = 1.0
 LONGEST_S = 60.0
 SHARE = 0.01
-"""A sign of life comes after a hundredth of the attempt so far, within these bounds: a month needs
-fewer than 50,000 lines.
-"""
+"""A sign of life comes after a hundredth of the attempt so far, within these bounds."""
 LONGEST_WHY = 300
 JOIN_S = 5.0
 

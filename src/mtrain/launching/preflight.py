@@ -160,9 +160,7 @@ def _faults(run: RunConfig, ranks: int, world: int) -> list[str]:
 
 
 def _disk_shortages(run: RunConfig) -> Iterator[Shortage]:
-    """Yield the shortage of a disk that has no room for a checkpoint, or a warning if it has none
-    for all that exist at once.
-    """
+    """Yield the shortage of a disk for one checkpoint, or a warning if it has no room for all."""
     if not run.checkpoint.saves:
         return
     folder = user_path(run.log.runs_dir).absolute()

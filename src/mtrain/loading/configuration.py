@@ -146,18 +146,14 @@ def _of_model(run: RunConfig, machine: Machine, origins: Mapping[str, str]) -> l
 
 
 def say_replaced(composed: Composed) -> None:
-    """Print on standard error which values choices on the command line replaced, for verbs that
-    show no other warnings.
-    """
+    """Print on standard error which values the choices on the command line replaced."""
     for problem in composed.warnings:
         if problem.code == REPLACED:
             say_page(problem.render(), error=True)
 
 
 def _kind(errors: AbstractSet[str], to_run: bool) -> type[ConfigError]:
-    """Return the error for problems with these codes: damage and places have exit codes of their
-    own.
-    """
+    """Return the error for problems with these codes: damage and places have exit codes."""
     if errors <= DAMAGE:
         return CorruptInput
     if to_run and errors <= PLACES:
@@ -324,9 +320,7 @@ def also_wrong(error: Rejected, machine: Machine, world_size: int | None) -> lis
 
 
 def resolved_origins(composed: Composed, run: RunConfig, why: Mapping[str, str]) -> dict[str, str]:
-    """Return the origin of each key; that of a key, or of a mapping, that was derived is the
-    reason.
-    """
+    """Return the origin of each key; the origin of a derived key or mapping is the reason."""
     return {key: _reason(key, why) or composed.origins.get(key, DEFAULT) for key in run.flat()}
 
 

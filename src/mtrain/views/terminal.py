@@ -241,9 +241,7 @@ def cut(text: str, width: int) -> str:
 
 
 def lines(runs: Sequence[Watched], width: int, glyphs: Glyphs) -> list[list[tuple[str, str]]]:
-    """Return the frame: each line as pairs of a text and its style; as many runs stand side by side
-    as fit into `width` columns.
-    """
+    """Return the frame, lines of texts with styles; runs stand side by side in `width` columns."""
     room = width - LABEL
     most = max(1, (room + GAP) // (NARROWEST + GAP))
     found: list[list[tuple[str, str]]] = []

@@ -109,9 +109,7 @@ class Place:
         return [one for one in self.checkpoints() if one.is_committed]
 
     def newest(self) -> Place | None:
-        """Return the newest checkpoint of a run's address, or the address of one itself; None: it
-        has none.
-        """
+        """Return the newest checkpoint of a run's address, or of a checkpoint's own; or None."""
         if self.is_checkpoint:
             return self if MANIFEST in self.sizes() else None
         every = self.committed()

@@ -94,9 +94,7 @@ class Staging:
 
 
 def capacity_for(nbytes: int, limit: int | None) -> int:
-    """Return the size of a ring for a save of `nbytes`: of at most `limit` bytes, if that is given
-    and not too small to work with.
-    """
+    """Return the size of a ring for a save of `nbytes`: at most a usable `limit`."""
     wanted = nbytes if limit is None else min(nbytes, limit)
     return next_page(max(wanted, SMALLEST))
 

@@ -169,9 +169,7 @@ def _problems(
 
 
 def _unknown(path: str, value: Any, where: Where) -> Iterator[Problem]:
-    """Yield the problem of an unknown key, or of each key of an unknown section, since each may
-    have a home elsewhere.
-    """
+    """Yield the problem of an unknown key, or of each key of an unknown section."""
     near, why = suggest(path)
     is_section = isinstance(value, dict) and value and not why and path not in GROUPS
     # The user meant a near key that takes the whole mapping.

@@ -18,9 +18,7 @@ SCALES = "_scale_inv"
 """Suffix for the factors of the blocks of an fp8 weight (DeepSeek-V3)."""
 BLOCKS = "_blocks"
 MX_SCALES = "_scales"
-"""Suffix for the scales of an mxfp4 weight (GPT-OSS), a power of two for each 32 numbers. The
-numbers themselves are stored two a byte.
-"""
+"""Suffix for the scales of an mxfp4 weight (GPT-OSS), a power of two for each 32 numbers."""
 FP8_BLOCK = 128
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of e2m1 by their three bits; the fourth is the sign."""

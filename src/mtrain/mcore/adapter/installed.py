@@ -25,9 +25,7 @@ installed = Installed()
 
 
 def require_installed() -> Device:
-    """Return the device that the adapter was installed for; raises `NotInstalled` where
-    it is not.
-    """
+    """Return the device that the adapter was installed for; raises `NotInstalled` without one."""
     if installed.device is None or installed.without is None:
         raise NotInstalled(
             "megatron.core cannot be used yet: call mtrain.mcore.install(device) first, before"

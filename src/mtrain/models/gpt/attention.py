@@ -1,6 +1,4 @@
-"""Attention of a decoder layer on one rank: projections, norms and rotary positions around its
-core, MLA, or a gated delta net.
-"""
+"""Attention of a decoder layer on one rank: a core with its projections, MLA, or a delta net."""
 
 from __future__ import annotations
 

@@ -178,9 +178,7 @@ def _speed(
 
 
 def _products_reached(one: Rates, start: ClusterConfig) -> float:
-    """Return the share of the peak that a product whose tiles fill the device must reach to explain
-    the time of a large one.
-    """
+    """Return the share of the peak that explains the time of a large product with full tiles."""
     reached = reached_by(start)
     form = one.format
     kernels = Kernels(device_of(start), reached, form, form, form, 4 if form == "fp32" else 2)

@@ -35,9 +35,7 @@ class HostCost:
     waits: tuple[str, ...] = ()
     """Recipes of low precision in which the host waits for the device at every product."""
     gradient_bytes: float = 0.0
-    """Bytes that the device moves for each element of a linear weight and micro-batch to add its
-    gradient in a separate pass.
-    """
+    """Bytes that a separate pass moves to add the gradient of a linear weight's element."""
     step_bytes: float = 0.0
     """Bytes that the device moves for each trained element once a step on top of the update's."""
     speed: float = field(default=1.0, kw_only=True)

@@ -171,9 +171,7 @@ class Space:
     """The work of the first and the last rank of a pipeline outside layers, in layers."""
 
     def options(self, axis: str, run: RunConfig) -> Iterator[Change]:
-        """Yield the values of an axis, where those before it are as in `run`; the simplest
-        first.
-        """
+        """Yield the values of an axis, with earlier ones as in `run`; the simplest first."""
         makers: dict[str, Callable[[RunConfig], Iterator[Change]]] = {
             "shards": self._shards,
             "context": self._context,
