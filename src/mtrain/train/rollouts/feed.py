@@ -212,8 +212,15 @@ class RolloutFeed:
         """
         begun = time.perf_counter()
         begin_phase("rollouts")
-        record = self._source.record if self._context.run.rollout.environment else lambda n: {}
-        prompts = [Prompt(tuple(self._source.ids(n).tolist()), int(n), record(n)) for n in numbers]
+        talks = self._context.run.rollout.environment is not None
+        prompts = [
+            Prompt(
+                tuple(self._source.ids(n).tolist()),
+                int(n),
+                self._source.record(n) if talks else {},
+            )
+            for n in numbers
+        ]
         rollouts = self._engine.generate(prompts, self._sampling)
         if rollouts is None:
             raise Stopped
