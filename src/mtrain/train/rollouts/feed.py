@@ -252,8 +252,15 @@ class RolloutFeed:
         return rollouts, rewards
 
     def _prompts(self, numbers: np.ndarray) -> list[Prompt]:
-        record = self._source.record if self._context.run.rollout.environment else lambda n: {}
-        return [Prompt(tuple(self._source.ids(n).tolist()), int(n), record(n)) for n in numbers]
+        talks = self._context.run.rollout.environment is not None
+        return [
+            Prompt(
+                tuple(self._source.ids(n).tolist()),
+                int(n),
+                self._source.record(n) if talks else {},
+            )
+            for n in numbers
+        ]
 
     def _generated(self, numbers: np.ndarray, seconds: dict[str, float]) -> list[Rollout]:
         rollouts = self._engine.generate(self._prompts(numbers), self._sampling)
