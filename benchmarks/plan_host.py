@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,13 @@ class Row:
     date: str
     step_s: float
     device_s: float | None
-    work: StepWork
+    words: Sequence[str]
     noise: float = NOISE
+
+    @cached_property
+    def work(self) -> StepWork:
+        """Return the work of its configuration."""
+        return work_of(self.words)
 
 
 def work_of(words: Sequence[str]) -> StepWork:
@@ -126,7 +132,7 @@ def rows(since: str) -> list[Row]:
                 kept["date"],
                 run["step_s"],
                 run.get("device_s"),
-                work_of(words),
+                words,
             )
             found.append(row)
     for path in sorted((RESULTS / "gpu").glob("*/summary.json")):
@@ -139,20 +145,18 @@ def rows(since: str) -> list[Row]:
             shape, form = name.split()
             words = [*SHAPES[shape], *LENGTHS, f"precision={form}", "kernels=triton"]
             row = f"{name} steps", summary["date"], run["step_s"], run.get("device_s")
-            found.append(Row(*row, work_of(words)))
+            found.append(Row(*row, words))
         for name, run in summary["train"].items():
             shape, form, kernels = name.split()
             if kernels == "te":
                 continue
             words = [*SHAPES[shape], *LENGTHS, f"precision={form}", f"kernels={kernels}"]
             device = run.get("device_s", _busy(summary["profile"].get(name, {})))
-            found.append(Row(name, summary["date"], run["step_s"], device, work_of(words)))
+            found.append(Row(name, summary["date"], run["step_s"], device, words))
         gate = summary["gate"].get("launch.py", {}).get("step_s")
         if gate is not None:
             words = ["model=llama_tiny", *SMALL]
-            found.append(
-                Row("llama_tiny", summary["date"], gate, None, work_of(words), SMALL_NOISE)
-            )
+            found.append(Row("llama_tiny", summary["date"], gate, None, words, SMALL_NOISE))
     return found
 
 

@@ -17,6 +17,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from mtrain.cli.main import main as mtrain_main
 from mtrain.units import GIB, count, duration
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT
 
 PRINTED = ("check", "plan", "show", "explain", "choices", "render")
 """Verbs that print the same on every machine, if a command names its cluster."""
@@ -58,16 +59,21 @@ def is_printed(command: str) -> bool:
 
 
 def printed(command: str) -> str:
-    """Run a command line as a shell does; return what it prints, errors included."""
-    line = command.replace("python", sys.executable, 1)
+    """Return what a command line prints in a shell, errors included; mtrain runs in this process,
+    and a shell runs what follows a pipe.
+    """
+    words, _, filters = command.partition(" | ")
+    output = io.StringIO()
+    with (
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        mtrain_main(shlex.split(words)[2:])
+    if not filters:
+        return output.getvalue()
     done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=ROOT,
-        env=environment() | {"NO_COLOR": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        ["bash", "-c", filters], input=output.getvalue(), stdout=subprocess.PIPE, text=True
     )
     return done.stdout
 

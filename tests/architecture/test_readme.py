@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,17 +77,20 @@ def test_readme_tutorials_state_what_holds_after_them() -> None:
     assert [walk.title for walk in walks()] == list(LEFT)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_readme_page_commands_are_verbs_or_overrides(page: str) -> None:
-    for words in re.findall(r"`python launch.py([^`]*)`", PROSE[page]):
+def in_pages(pattern: str) -> Iterator[tuple[str, str]]:
+    """Yield each page and text of it that a pattern finds."""
+    return ((page, found) for page, text in PROSE.items() for found in re.findall(pattern, text))
+
+
+def test_readme_page_commands_are_verbs_or_overrides() -> None:
+    for page, words in in_pages(r"`python launch.py([^`]*)`"):
         for word in shlex.split(words)[:1]:
-            assert word in {*NAMES, "help"} or "=" in word or word.startswith("["), word
+            assert word in {*NAMES, "help"} or "=" in word or word.startswith("["), (page, word)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_readme_page_files_exist(page: str) -> None:
-    for name in re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", PROSE[page]):
-        assert "NAME" in name or _exists(name), name
+def test_readme_page_files_exist() -> None:
+    for page, name in in_pages(rf"`((?:{FOLDERS})/[\w./-]+)`"):
+        assert "NAME" in name or _exists(name), (page, name)
 
 
 def _exists(name: str) -> bool:
@@ -94,11 +98,11 @@ def _exists(name: str) -> bool:
     return any((place / name).exists() for place in (ROOT, ROOT / "src/mtrain", ROOT / "kernels"))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_readme_page_links_lead_to_files(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"`[^`]*`", "", PROSE[page])):
-        if "://" not in target:
-            assert (PAGES[page].parent / target).exists(), target
+def test_readme_page_links_lead_to_files() -> None:
+    for page, text in PROSE.items():
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"`[^`]*`", "", text)):
+            if "://" not in target:
+                assert (PAGES[page].parent / target).exists(), (page, target)
 
 
 def test_readme_site_lists_every_page() -> None:

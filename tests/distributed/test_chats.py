@@ -13,7 +13,7 @@ import torch
 
 from mtrain.config.schema.data import DataConfig
 from mtrain.config.schema.run import RunConfig
-from tests.support.chats import chats_file, folder_of, turns
+from tests.support.chats import chats_file, drawn_chats, turns
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
@@ -27,14 +27,7 @@ AVERAGES = ("token", "sample", "sequence")
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write sixteen chats of unlike lengths, and a tokenizer."""
-    home = tmp_path_factory.mktemp("chats")
-    dice = random.Random(5)
-    folder_of(home, "chatml")
-    said = [
-        [str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(CHATS)
-    ]
-    chats_file(home / "chats.jsonl", [turns(*pair) for pair in said])
-    return home
+    return drawn_chats(tmp_path_factory.mktemp("chats"), CHATS)
 
 
 def run_with(home: Path, average: str, windows: int | None = None, **more: Any) -> RunConfig:

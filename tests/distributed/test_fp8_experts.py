@@ -18,6 +18,7 @@ from mtrain.launching import prove
 from tests.distributed.test_fp8_linear import WIDE, assert_stays_near_bf16, counted, fp8
 from tests.distributed.test_fp8_operands import SMALL
 from tests.support.cases import cases_of
+from tests.support.commands import STEPS_ONLY
 from tests.support.covering import some
 from tests.support.forked import import_engine, run_ranks
 from tests.support.runs import tiny_run
@@ -90,12 +91,7 @@ def test_fp8_experts_triton_stays_near_emulation(precision: str) -> None:
         MOE,
         "trainer.micro_batch_size=1",
         "trainer.seed=2",
-        "trainer.eval_iters=0",
-        "trainer.eval_interval=0",
-        "trainer.sample_tokens=0",
-        "checkpoint.save_interval=0",
-        "checkpoint.save_final=false",
-        "log.progress=none",
+        *STEPS_ONLY,
         "model.num_layers=1",
         "model.hidden_size=64",
         "model.ffn_hidden_size=64",

@@ -14,6 +14,7 @@ from mtrain.config.resolve.resolution import Machine
 from mtrain.models.rank import Rank
 from mtrain.plan.rank import stage_memories
 from tests.support import operands
+from tests.support.commands import STEPS_ONLY
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 
@@ -24,12 +25,7 @@ SMALL = (
     "trainer.train_iters=2",
     "trainer.global_batch_size=1",
     "trainer.micro_batch_size=1",
-    "trainer.eval_iters=0",
-    "trainer.eval_interval=0",
-    "trainer.sample_tokens=0",
-    "checkpoint.save_interval=0",
-    "checkpoint.save_final=false",
-    "log.progress=none",
+    *STEPS_ONLY,
     "kernels=triton",
     "model.num_layers=1",
     "model.hidden_size=128",

@@ -19,6 +19,7 @@ from mtrain.config.engine import release
 from mtrain.config.rules import apply
 from mtrain.config.schema.run import RunConfig
 from tests.support import interpreted
+from tests.support.commands import STEPS_ONLY
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
@@ -194,12 +195,7 @@ SMALL = (
     "trainer.train_iters=4",
     "trainer.global_batch_size=2",
     "trainer.micro_batch_size=2",
-    "trainer.eval_iters=0",
-    "trainer.eval_interval=0",
-    "trainer.sample_tokens=0",
-    "checkpoint.save_interval=0",
-    "checkpoint.save_final=false",
-    "log.progress=none",
+    *STEPS_ONLY,
     "model.num_layers=1",
     "model.hidden_size=64",
     "model.ffn_hidden_size=64",

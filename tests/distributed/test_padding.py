@@ -4,7 +4,6 @@ split.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from mtrain.config.schema.model import MoEConfig
 from mtrain.config.schema.run import RunConfig
 from mtrain.loading.configuration import load
 from mtrain.models.hybrid.config import HybridConfig
-from tests.support.chats import chats_file, folder_of, turns
+from tests.support.chats import drawn_chats
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps, whole_tensors
@@ -30,14 +29,7 @@ FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 1.0}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write chats of unlike lengths, some with a single learned token, and a tokenizer."""
-    home = tmp_path_factory.mktemp("padding")
-    dice = random.Random(5)
-    folder_of(home, "chatml")
-    said = [
-        [str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(CHATS)
-    ]
-    chats_file(home / "chats.jsonl", [turns(*pair) for pair in said])
-    return home
+    return drawn_chats(tmp_path_factory.mktemp("padding"), CHATS)
 
 
 def moe(**more: Any) -> MoEConfig:

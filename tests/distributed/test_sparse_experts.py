@@ -15,6 +15,7 @@ from mtrain.config.engine import release
 from mtrain.config.schema.moe import MoEConfig
 from mtrain.config.schema.run import RunConfig
 from tests.support import interpreted, synchronised, tiny
+from tests.support.commands import STEPS_ONLY
 from tests.support.covering import some
 from tests.support.forked import run_ranks
 from tests.support.runs import tiny_run, train_steps
@@ -237,12 +238,7 @@ TRAINED = (
     "trainer.train_iters=10",
     "trainer.global_batch_size=4",
     "trainer.micro_batch_size=2",
-    "trainer.eval_iters=0",
-    "trainer.eval_interval=0",
-    "trainer.sample_tokens=0",
-    "checkpoint.save_interval=0",
-    "checkpoint.save_final=false",
-    "log.progress=none",
+    *STEPS_ONLY,
     "model=mixtral_tiny",
     "model.num_layers=1",
     "model.hidden_size=64",

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import SMALL
-from tests.support.commands import mtrain as real
 from tests.support.covering import some
 from tests.support.launched import light, mtrain
 
@@ -50,7 +49,7 @@ def home(trained: Path, tmp_path: Path) -> Path:
 def test_verdict_and_other_words_answer(
     words: tuple[str, ...], code: int, says: str, home: Path
 ) -> None:
-    done = real("checkpoint", *words, cwd=home)
+    done = light("checkpoint", *words, cwd=home)
     assert done.returncode == code, done.stderr
     assert says in done.stdout
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import SMALL, environment, mtrain
+from tests.support.launched import light
 
 pytestmark = pytest.mark.e2e
 
@@ -33,18 +34,18 @@ STUBS = {
 
 def test_submitted_jobs_render_prints_the_digest(tmp_path: Path) -> None:
     words = ("launch=slurm", "recipe=llama3/70b_h100x64")
-    done = mtrain("render", *words, "--out", "job.sbatch", cwd=tmp_path)
+    done = light("render", *words, "--out", "job.sbatch", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     digest = done.stdout.split()[-1]
     assert f"# digest {digest}" in (tmp_path / "job.sbatch").read_text()
-    assert mtrain("check", words[1], cwd=tmp_path).stdout.split()[-1] == digest
+    assert light("check", words[1], cwd=tmp_path).stdout.split()[-1] == digest
 
 
 def test_submitted_jobs_missing_program_exits_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    done = mtrain("submit", "launch=slurm", "model=llama_tiny", cwd=tmp_path)
+    done = light("submit", "launch=slurm", "model=llama_tiny", cwd=tmp_path)
     assert done.returncode == 3
     assert "sbatch is not installed" in done.stderr
     assert "Traceback" not in done.stderr

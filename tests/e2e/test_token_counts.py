@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chats import chats_file, folder_of, turns
+from tests.support.chats import drawn_chats, folder_of
 from tests.support.commands import SMALL, metrics
 from tests.support.launched import Launched, mtrain
 
@@ -32,14 +32,7 @@ VALIDATION = 2
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("counts")
-    dice = random.Random(5)
-    folder_of(home, "chatml")
-    said = [
-        [str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(CHATS)
-    ]
-    chats_file(home / "chats.jsonl", [turns(*pair) for pair in said])
-    return home
+    return drawn_chats(tmp_path_factory.mktemp("counts"), CHATS)
 
 
 def of_chats(home: Path, length: int, batch: int) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ layouts; import and export of files.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.cli.main import main
 from mtrain.models.bert import hf
 from mtrain.models.gpt.torch_dist import one_name
 from mtrain.models.table import to_theirs
-from tests.parity_hf.compare import adam_of, largest_difference, tensor_bytes
+from tests.parity_hf import two_steps
+from tests.parity_hf.compare import largest_difference, tensor_bytes
+from tests.parity_hf.two_steps import STEPS, Sides, convert
 from tests.support.forked import run_alone, run_ranks
 
 PAD = 7
@@ -35,14 +35,8 @@ SHAPE = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-SAMPLES = 4
 LENGTH = 34
-STEPS = 2
-WORDS = (
-    f"data=mock data.seq_length={LENGTH} trainer.global_batch_size={SAMPLES} optim.lr=1e-2"
-    " optim.warmup_iters=0 optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-4"
-    " optim.weight_decay=0.1 trainer.eval_iters=0 cluster=cpu kernels=reference"
-)
+WORDS = f"{two_steps.WORDS} data.seq_length={LENGTH} optim.eps=1e-4"
 LAYOUTS = {
     "single": (1, "parallel=single trainer.micro_batch_size=4"),
     "tp2sp": (2, "parallel=tp2sp trainer.micro_batch_size=2"),
@@ -66,7 +60,6 @@ CASES = [
     for kind in KINDS
     for layout in LAYOUTS
 ]
-Sides = Callable[[str], tuple[Path, dict[str, Any]]]
 
 
 def _family(kind: str) -> str:
@@ -98,105 +91,46 @@ def _saved(kind: str, folder: Path) -> Path:
     return folder
 
 
-def _convert(*words: object) -> int:
-    return int(run_alone(lambda: main(["convert", *map(str, words)])))
-
-
 def _loaded(run: Path, layout: str = "single") -> Any:
     from mtrain.api import load
 
     return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split()]).run
 
 
-def _ours(layout: str, run: Path, out: Path) -> list[tuple[float, float]]:
-    """Return the losses and norms of two steps in a layout from imported weights; write to `out`
-    the weights before and after them, the first gradient and, on one rank, the logits.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from mtrain.ckpt import state
-    from mtrain.ckpt.store import Checkpoint
-    from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.loop.step import train_step
-    from mtrain.train.verify.prove import record_gradients
-    from mtrain.world.init import joined
-
-    found = _loaded(run, layout)
-    with joined(found) as world:
-        parts = assemble(found, world, splits_of(found))
-        state.load_weights(Checkpoint.open(run / "checkpoints/step_00000000"), parts.state)
-        if world.size == 1:
-            (batch,) = parts.train_data.microbatches(0)
-            given: Any = (batch["tokens"], batch["position_ids"], None)
-            with torch.no_grad():
-                logits = parts.state.chunks[0](*given, token_types=batch.get("token_types"))
-            torch.save(logits[..., : found.model.vocab_size], out / "logits.pt")
-        state.save(out, found, world, parts.state, {})
-        record_gradients(parts, out / "gradients")
-        results = [train_step(parts, stop_requested=False) for _ in range(STEPS)]
-        state.save(out, found, world, parts.state, {})
-    return [(r.loss, r.grad_norm) for r in results]
+def _logits(chunk: Any, batch: dict[str, Tensor]) -> Tensor:
+    given: Any = (batch["tokens"], batch["position_ids"], None)
+    found: Tensor = chunk(*given, token_types=batch.get("token_types"))
+    return found
 
 
 def _batches(run: Path) -> list[dict[str, Tensor]]:
-    """Return the whole batch of each step."""
-    from mtrain.data.batch import GlobalBatches
     from mtrain.models.bert.data import collator
-    from mtrain.train.assemble import splits_of
 
-    found = _loaded(run)
-    splits = splits_of(found)
-    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, collator(found, splits, "train"))
-    return [dict(data.microbatches(step * SAMPLES)[0]) for step in range(STEPS)]  # type: ignore[arg-type]
+    return two_steps.batches(_loaded(run), collator)
 
 
 def _theirs(kind: str, run: Path) -> dict[str, Any]:
-    """Return the logits, losses, norms, the first gradient, and the weights before and after the
-    steps, by transformers.
-    """
     made = _model(kind)
-    o = _loaded(run).optim
-    named = dict(made.named_parameters())
-    adam = adam_of(named.values(), o)
-    out: dict[str, Any] = {
-        "losses": [],
-        "norms": [],
-        "before": {k: p.detach().clone() for k, p in named.items()},
-    }
-    for batch in _batches(run):
-        labels = torch.where(batch["loss_mask"] > 0, batch["labels"], -100)
+
+    def forward(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         given = {
             "input_ids": batch["tokens"],
             "token_type_ids": batch["token_types"],
-            "labels": labels,
+            "labels": torch.where(batch["loss_mask"] > 0, batch["labels"], -100),
         }
         if "next_sentence" in batch:
             given["next_sentence_label"] = batch["next_sentence"]
         found = made(**given)
-        out.setdefault("logits", found[1].detach())
-        found.loss.backward()
-        out.setdefault("gradients", {name: p.grad.clone() for name, p in named.items()})
-        out["losses"].append(float(found.loss.detach()))
-        out["norms"].append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), o.clip_grad)))
-        adam.step()
-        adam.zero_grad()
-    return {**out, "weights": {name: p.detach() for name, p in named.items()}}
+        return found.loss, found[1]
+
+    tensors = lambda model: dict(model.named_parameters())  # noqa: E731
+    return two_steps.theirs(made, _loaded(run), _batches(run), forward, tensors)
 
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
-    """Return our run folder with transformers' weights, and the results of transformers; made once
-    for each class.
-    """
-    known: dict[str, tuple[Path, dict[str, Any]]] = {}
-
-    def of(kind: str) -> tuple[Path, dict[str, Any]]:
-        if kind not in known:
-            home = tmp_path_factory.mktemp(kind)
-            assert _convert("import", _saved(kind, home / "theirs"), home / "run") == 0
-            known[kind] = home / "run", run_alone(lambda: _theirs(kind, home / "run"))
-        return known[kind]
-
-    return of
+    """Return our run folder with transformers' weights, and the results of transformers."""
+    return two_steps.sides_of(tmp_path_factory, _saved, _theirs)
 
 
 def _as_theirs(checkpoint: Path, run: Path) -> dict[str, Tensor]:
@@ -222,7 +156,7 @@ def test_bert_two_steps_equal_transformers(
 ) -> None:
     run, theirs = sides(kind)
     ranks, _ = LAYOUTS[layout]
-    found = run_ranks(ranks, _ours, layout, run, tmp_path)[0]
+    found = run_ranks(ranks, two_steps.ours, _loaded(run, layout), run, tmp_path, _logits)[0]
     for (loss, norm), their_loss, their_norm in zip(
         found, theirs["losses"], theirs["norms"], strict=True
     ):
@@ -241,7 +175,7 @@ def test_bert_two_steps_equal_transformers(
         _as_theirs(tmp_path / f"step_{STEPS:08d}", run), theirs["weights"], moved, 1.0
     )
     assert error <= 1e-4, where
-    assert _convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
+    assert convert("export", tmp_path / "step_00000000", tmp_path / "again") == 0
     assert tensor_bytes(tmp_path / "again") == tensor_bytes(run.parent / "theirs")
 
 
@@ -287,8 +221,8 @@ def test_bert_old_names_are_read_and_unwanted_heads_dropped(
 ) -> None:
     plain = _saved("BertForMaskedLM", tmp_path / "plain")
     old = _renamed(_saved("BertForMaskedLM", tmp_path / "old"), _as_published)
-    assert _convert("import", old, tmp_path / "run", "model.bert.next_sentence=false") == 0
-    assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
+    assert convert("import", old, tmp_path / "run", "model.bert.next_sentence=false") == 0
+    assert convert("export", tmp_path / "run", tmp_path / "again") == 0
     assert tensor_bytes(tmp_path / "again") == tensor_bytes(plain)
 
 
@@ -302,9 +236,9 @@ def test_bert_both_heads_are_imported_despite_config(
     both = json.loads((whole / "config.json").read_text())
     masked = json.dumps({**both, "architectures": ["BertForMaskedLM"]})  # as bert-base-uncased says
     (whole / "config.json").write_text(masked)
-    assert _convert("import", whole, tmp_path / "run") == 0
+    assert convert("import", whole, tmp_path / "run") == 0
     assert load([f"run={tmp_path / 'run/run.yaml'}"]).run.model.bert.next_sentence
-    assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
+    assert convert("export", tmp_path / "run", tmp_path / "again") == 0
     assert tensor_bytes(tmp_path / "again") == tensor_bytes(whole)
     assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == [
         "BertForPreTraining"
@@ -362,7 +296,7 @@ def test_bert_unsupported_is_refused_by_name(
     shape = {**SHAPE, "model_type": "bert", "architectures": ["BertForMaskedLM"], key: REFUSED[key]}
     (folder / "config.json").write_text(json.dumps(shape))
     (folder / "model.safetensors").write_bytes(_empty())
-    assert _convert("import", folder, tmp_path / "run") == 2
+    assert convert("import", folder, tmp_path / "run") == 2
     assert f"{key} = " in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -395,6 +329,6 @@ def test_bert_random_shape_round_trips_or_is_refused(seed: int, tmp_path: Path) 
     shape["hidden_act"] = dice.choice(["gelu", "gelu_new", "gelu_fast"])
     config = getattr(transformers, f"{_family(name)}Config")(**shape)
     run_alone(lambda: getattr(transformers, name)(config).save_pretrained(tmp_path / "theirs"))
-    assert _convert("import", tmp_path / "theirs", tmp_path / "run") == 0
-    assert _convert("export", tmp_path / "run", tmp_path / "again") == 0
+    assert convert("import", tmp_path / "theirs", tmp_path / "run") == 0
+    assert convert("export", tmp_path / "run", tmp_path / "again") == 0
     assert tensor_bytes(tmp_path / "again") == tensor_bytes(tmp_path / "theirs")

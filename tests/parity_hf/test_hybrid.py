@@ -5,9 +5,7 @@ steps, on one rank and sharded; import and export of files.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.cli.main import main
 from mtrain.models.hybrid import hf
 from mtrain.models.table import to_theirs
-from tests.parity_hf.compare import adam_of, largest_difference, tensor_bytes
+from tests.parity_hf import two_steps
+from tests.parity_hf.compare import largest_difference, tensor_bytes
 from tests.parity_hf.hf_reference import Biases
+from tests.parity_hf.two_steps import STEPS, Sides, convert
 from tests.support.forked import run_alone, run_ranks
 
 MIXER = {"n_groups": 2, "conv_kernel": 4, "chunk_size": 8, "vocab_size": 331, "hidden_size": 48}
@@ -97,14 +96,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SAMPLES = 4
 LENGTH = 30
-STEPS = 2
-WORDS = (
-    f"data=mock data.seq_length={LENGTH} trainer.global_batch_size={SAMPLES} optim.lr=1e-2"
-    " optim.warmup_iters=0 optim.schedule=constant optim.clip_grad=0.5 optim.eps=1e-3"
-    " optim.weight_decay=0.1 trainer.eval_iters=0 cluster=cpu kernels=reference"
-)
+WORDS = f"{two_steps.WORDS} data.seq_length={LENGTH} optim.eps=1e-3"
 LAYOUTS = {
     "single": (1, "parallel=single trainer.micro_batch_size=4"),
     "tp2sp": (2, "parallel=tp2sp trainer.micro_batch_size=2"),
@@ -122,7 +115,6 @@ CASES = [
     for name in KINDS
     for layout in LAYOUTS
 ]
-Sides = Callable[[str], tuple[Path, dict[str, Any]]]
 
 
 def _model(name: str) -> Any:
@@ -160,107 +152,38 @@ def saved(name: str, folder: Path) -> Path:
     return folder
 
 
-def convert(*words: object) -> int:
-    """Run `convert WORDS` in a process of its own."""
-    return int(run_alone(lambda: main(["convert", *map(str, words)])))
-
-
 def _loaded(run: Path, layout: str = "single", *more: str) -> Any:
     from mtrain.api import load
 
     return load([f"run={run / 'run.yaml'}", *WORDS.split(), *LAYOUTS[layout][1].split(), *more]).run
 
 
-def _ours(layout: str, run: Path, out: Path, flaw: float, *more: str) -> list[tuple[float, float]]:
-    """Return the losses and norms of two steps in a layout from imported weights; write to `out`
-    the weights before and after them, the first gradient and, on one rank, the logits. `flaw` is
-    added to a weight before; `more` are keys of the run.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from mtrain.ckpt import state
-    from mtrain.ckpt.store import Checkpoint
-    from mtrain.mcore.state.local_params import unwrap
-    from mtrain.train.assemble import assemble, splits_of
-    from mtrain.train.loop.step import train_step
-    from mtrain.train.verify.prove import record_gradients
-    from mtrain.world.init import joined
-
-    found = _loaded(run, layout, *more)
-    with joined(found) as world:
-        parts = assemble(found, world, splits_of(found))
-        state.load_weights(Checkpoint.open(run / "checkpoints/step_00000000"), parts.state)
-        if flaw:
-            unwrap(parts.state.chunks[0]).decoder.layers[0].mixer.dt_bias.data += flaw
-        if world.size == 1:
-            (batch,) = parts.train_data.microbatches(0)
-            with torch.no_grad():
-                logits = parts.state.chunks[0](batch["tokens"], batch["position_ids"], None)
-            torch.save(logits[..., : found.model.vocab_size], out / "logits.pt")
-        state.save(out, found, world, parts.state, {})
-        record_gradients(parts, out / "gradients")
-        results = [train_step(parts, stop_requested=False) for _ in range(STEPS)]
-        state.save(out, found, world, parts.state, {})
-    return [(r.loss, r.grad_norm) for r in results]
-
-
-def _batches(run: Path) -> list[dict[str, Tensor]]:
-    """Return the whole batch of each step."""
-    from mtrain.data.batch import GlobalBatches
-    from mtrain.models.gpt.data import collator
-    from mtrain.train.assemble import splits_of
-
-    found = _loaded(run)
-    splits = splits_of(found)
-    data = GlobalBatches(splits.train, SAMPLES, SAMPLES, 0, 1, collator(found, splits, "train"))
-    return [dict(data.microbatches(step * SAMPLES)[0]) for step in range(STEPS)]  # type: ignore[arg-type]
+def _logits(chunk: Any, batch: dict[str, Tensor]) -> Tensor:
+    found: Tensor = chunk(batch["tokens"], batch["position_ids"], None)
+    return found
 
 
 def _theirs(name: str, run: Path) -> dict[str, Any]:
-    """Return the logits, losses, norms, the first gradient, and the weights before and after the
-    steps, by transformers.
-    """
+    from mtrain.models.gpt.data import collator
+
     made = _model(name)
     found = _loaded(run)
-    o = found.optim
-    named = dict(made.named_parameters())
     moved = found.model.moe.router_bias_update_rate if found.model.moe is not None else None
     biases = Biases(made, moved or 0.0)
-    adam = adam_of(named.values(), o)
-    every = _tensors(made)
-    out: dict[str, Any] = {
-        "losses": [],
-        "norms": [],
-        "before": {k: t.detach().clone() for k, t in every.items()},
-    }
-    for batch in _batches(run):
+
+    def forward(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits = made(input_ids=batch["tokens"]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        out.setdefault("logits", logits.detach())
-        loss.backward()
-        out.setdefault("gradients", {name: p.grad.clone() for name, p in named.items()})
-        out["losses"].append(float(loss.detach()))
-        out["norms"].append(float(torch.nn.utils.clip_grad_norm_(made.parameters(), o.clip_grad)))
-        adam.step()
-        biases.move()
-        adam.zero_grad()
-    return {**out, "weights": {name: t.detach() for name, t in _tensors(made).items()}}
+        labels = batch["labels"].flatten()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels), logits
+
+    data = two_steps.batches(found, collator)
+    return two_steps.theirs(made, found, data, forward, _tensors, biases.move)
 
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Sides:
-    """Return our run folder with transformers' weights, and the results of transformers; made once
-    for each class.
-    """
-    known: dict[str, tuple[Path, dict[str, Any]]] = {}
-
-    def of(name: str) -> tuple[Path, dict[str, Any]]:
-        if name not in known:
-            home = tmp_path_factory.mktemp(name.replace(" ", "-"))
-            assert convert("import", saved(name, home / "theirs"), home / "run") == 0
-            known[name] = home / "run", run_alone(lambda: _theirs(name, home / "run"))
-        return known[name]
-
-    return of
+    """Return our run folder with transformers' weights, and the results of transformers."""
+    return two_steps.sides_of(tmp_path_factory, saved, _theirs)
 
 
 def _as_theirs(
@@ -295,7 +218,16 @@ def _differences(
     """Return the largest relative difference of each quantity, and its place."""
     run, theirs = sides(name)
     ranks, _ = LAYOUTS[layout]
-    found = run_ranks(ranks, _ours, layout, run, out, flaw, *more)[0]
+
+    def flawed(state: Any) -> None:
+        """Add the flaw to a weight."""
+        from mtrain.mcore.state.local_params import unwrap
+
+        if flaw:
+            unwrap(state.chunks[0]).decoder.layers[0].mixer.dt_bias.data += flaw
+
+    loaded = _loaded(run, layout, *more)
+    found = run_ranks(ranks, two_steps.ours, loaded, run, out, _logits, flawed)[0]
     errors = {}
     for i, what in enumerate(("losses", "norms")):
         apart = [abs(one[i] / other - 1) for one, other in zip(found, theirs[what], strict=True)]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity_hf.test_hybrid import convert, saved
+from tests.parity_hf.test_hybrid import saved
 from tests.parity_hf.test_peft import logits_of, trained
+from tests.parity_hf.two_steps import convert
 from tests.support.covering import some
 from tests.support.forked import run_alone, run_ranks
 

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -27,9 +24,8 @@ from torch._C._distributed_c10d import FakeWork
 from tests.support import capture_recorder
 from tests.support.capture_recorder import Capture, Finding, Outside
 from tests.support.gradient_passes import GradientPasses
-from tests.support.patience import patient
+from tests.support.interpreted import answer_of
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = [
     "cluster=h100",
     "parallel=single",
@@ -51,19 +47,7 @@ def recorded(cases: dict[str, list[str]], timeout_s: float = 300) -> dict[str, d
 
     Raises `AssertionError` with what the process printed if it did not end well.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.captured_steps"],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=patient(timeout_s),
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return answer_of("tests.support.captured_steps", cases, timeout_s)  # type: ignore[no-any-return]
 
 
 def steps_of(words: list[str]) -> dict[str, Any]:

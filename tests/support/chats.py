@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,19 @@ def turns(*said: str, system: str | None = None) -> list[dict[str, Any]]:
     roles = ("user", "assistant")
     found = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
     return [*([{"role": "system", "content": system}] if system is not None else []), *found]
+
+
+def drawn_chats(home: Path, number: int) -> Path:
+    """Write a tokenizer and `chats.jsonl` with chats of unlike lengths, some with a single learned
+    token; return the folder.
+    """
+    dice = random.Random(5)
+    folder_of(home, "chatml")
+    said = [
+        [str(dice.randrange(10)) * dice.randrange(1, 9) for _ in range(2)] for _ in range(number)
+    ]
+    chats_file(home / "chats.jsonl", [turns(*pair) for pair in said])
+    return home
 
 
 def chats_file(path: Path, chats: Iterable[Any]) -> Path:

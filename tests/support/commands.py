@@ -28,6 +28,16 @@ SMALL = (
 )
 """Overrides that make the default run small enough for a step of some hundredths of a second."""
 
+STEPS_ONLY = (
+    "trainer.eval_iters=0",
+    "trainer.eval_interval=0",
+    "trainer.sample_tokens=0",
+    "checkpoint.save_interval=0",
+    "checkpoint.save_final=false",
+    "log.progress=none",
+)
+"""Overrides with which a run trains and does nothing else."""
+
 
 def latest(*argv: str) -> list[str]:
     """Return a command line that sets each key once, to its last value: a test's words override a

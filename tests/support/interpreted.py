@@ -14,10 +14,32 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def answer_of(program: str, given: Any, timeout_s: float) -> Any:
+    """Return what a program, whose Triton interprets, prints as JSON in its last line, after it
+    read `given`.
+
+    Raises `AssertionError` with what it printed if it did not end well.
+    """
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", program],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=patient(timeout_s),
+        env=environment,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, list[float]]:
@@ -26,19 +48,7 @@ def trained(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, lis
 
     Raises `AssertionError` with what a run printed if it did not end well.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.interpreted"],
-        input=json.dumps(runs),
-        capture_output=True,
-        text=True,
-        timeout=patient(timeout_s),
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return answer_of("tests.support.interpreted", runs, timeout_s)  # type: ignore[no-any-return]
 
 
 def _main() -> None:

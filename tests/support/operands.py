@@ -9,18 +9,14 @@ and prints what `both` says.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-from tests.support.patience import patient
+from tests.support.interpreted import answer_of
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("quantize_tensorwise", "quantize_blocks")
 """Functions that quantise for a linear layer, inside of it."""
 
@@ -36,20 +32,7 @@ def both(
 
     Raises `AssertionError` with the output of a run that failed.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    command = [sys.executable, "-m", "tests.support.operands"]
-    done = subprocess.run(
-        command,
-        input=json.dumps([runs, fault]),
-        capture_output=True,
-        text=True,
-        timeout=patient(timeout_s),
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return answer_of("tests.support.operands", [runs, fault], timeout_s)  # type: ignore[no-any-return]
 
 
 def _main() -> None:

@@ -8,8 +8,6 @@ only shapes; Triton's kernels are in the interpreter so that they may be named, 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -19,9 +17,7 @@ from typing import Any
 from mtrain_kernels.runtime import interpreted
 
 from tests.support.forked import run_alone
-from tests.support.patience import patient
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.interpreted import answer_of
 
 
 def waits(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, dict[str, int]]:
@@ -32,20 +28,7 @@ def waits(runs: dict[str, list[str]], timeout_s: float = 200) -> dict[str, dict[
     """
     if interpreted():
         return run_alone(lambda: _waits(runs), timeout_s)  # type: ignore[no-any-return]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
-    command = [sys.executable, "-m", "tests.support.synchronised"]
-    done = subprocess.run(
-        command,
-        input=json.dumps(runs),
-        capture_output=True,
-        text=True,
-        timeout=patient(timeout_s),
-        env=environment,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return answer_of("tests.support.synchronised", runs, timeout_s)  # type: ignore[no-any-return]
 
 
 def _waits(runs: dict[str, list[str]]) -> dict[str, dict[str, int]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mtrain.cli.main import main
-from tests.support.commands import ROOT, mtrain
+from tests.support.commands import ROOT
+from tests.support.launched import light
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan_scale as published
@@ -31,7 +32,7 @@ ONE_B = (
 
 def test_plan_scale_strong_has_a_row_for_each_count() -> None:
     """Run in a fresh process, as a user does."""
-    done = mtrain("plan", "--scale", "8,16,...,48", *ONE_B, "--json", cwd=ROOT)
+    done = light("plan", "--scale", "8,16,...,48", *ONE_B, "--json", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     points = json.loads(done.stdout)["points"]
     assert [point["devices"] for point in points] == [8, 16, 32, 48]

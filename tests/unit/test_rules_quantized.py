@@ -66,6 +66,7 @@ def test_quantized_cpu_needs_are_one_line_with_bf16_fix(
     assert errors(compose(["precision=bf16", "cluster=cpu"]).run) == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
 @pytest.mark.parametrize("choice", ["fp8_tensorwise", "fp8_blockwise"])
 def test_quantized_own_gemm_needs_no_te(choice: str, kernels: str) -> None:

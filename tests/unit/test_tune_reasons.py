@@ -15,7 +15,8 @@ from mtrain.cli.main import main
 from mtrain.cli.tune import tuned
 from mtrain.config.compose.composer import compose
 from mtrain.plan.time import report
-from tests.support.commands import ROOT, mtrain
+from tests.support.commands import ROOT
+from tests.support.launched import light
 
 ONE_B = (
     "model=llama32_1b",
@@ -28,7 +29,7 @@ ONE_B = (
 
 def test_tune_rows_differ_and_ties_are_marked() -> None:
     """Run in a fresh process, as a user does."""
-    done = mtrain("tune", "model=llama32_1b", "cluster=h100x8", cwd=ROOT)
+    done = light("tune", "model=llama32_1b", "cluster=h100x8", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     rows = [line for line in lines if re.match(r"\s*~?\d+ +[\d.]+ s ", line)]

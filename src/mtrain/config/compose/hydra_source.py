@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_module
 from hydra._internal import config_loader_impl
@@ -173,12 +173,27 @@ def composed(
             _made[key] = OmegaConf.to_container(compose(primary, list(arguments)), resolve=False)
     # Callers change the values in place.
     values = copy.deepcopy(_made[key])
+    if not isinstance(values, dict):
+        return {}
     if settings:
-        config = OmegaConf.create(values)
+        changed = _sections(values, settings)
+        config = OmegaConf.create(changed)
         for path, value in settings.items():
             OmegaConf.update(config, path, value, merge=True, force_add=True)
-        values = OmegaConf.to_container(config, resolve=False)
-    return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
+        values |= cast("dict[Any, Any]", OmegaConf.to_container(config, resolve=False))
+    return {str(name): value for name, value in values.items()}
+
+
+def _sections(values: dict[Any, Any], settings: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the sections that settings change: nodes of the others would take most of the time.
+
+    A path in brackets or a reference may lead to any section, so all are returned then.
+    """
+    names = {path.partition(".")[0] for path in settings}
+    found = {name: values[name] for name in names if name in values}
+    if any("[" in name for name in names) or "${" in repr(found):
+        return values
+    return found
 
 
 @contextmanager
