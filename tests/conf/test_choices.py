@@ -106,6 +106,41 @@ def test_choice_passes_check_with_defaults(group: str, choice: str) -> None:
         )
 
 
+OBJECTIVES = [
+    (objective, model)
+    for objective in choices_of_group("objective")
+    for model in choices_of_group("model")
+]
+ENCODERS = ("bert", "t5", "llava")
+BESIDES = {"MT329": "model.mtp_num_layers=null", "MT390": "model.mtp_num_layers=null"}
+"""Codes of parts of a model that an objective leaves out -> the words that leave them out."""
+
+
+@pytest.mark.sampled(199)
+@pytest.mark.parametrize(("objective", "model"), OBJECTIVES)
+def test_choice_objective_goes_with_decoders(objective: str, model: str) -> None:
+    """Refuse an objective of other families only, and parts of a model with a fix that works."""
+    words = [f"model={model}", f"objective={objective}", "data=mock", "cluster=h100x8"]
+    words += ["parallel=single", *UNFIT_FOR_TP2.get(objective, ())]
+
+    def refused(words: list[str]) -> set[str]:
+        try:
+            checked(words, LAPTOP, {}, to_run=False)
+        except ConfigError as error:
+            return {p.code for p in error.problems if p.severity == "error"}
+        return set()
+
+    family = compose([f"model={model}"]).run.model.family
+    codes = refused(words)
+    if objective in ("next_token", "label_smoothing"):
+        assert codes == refused([*words[:1], *words[2:5]])
+    elif family in ENCODERS or (objective == "reward" and family != "gpt"):
+        assert "MT330" in codes
+    else:
+        assert codes <= BESIDES.keys()
+        assert not refused([*words, *{BESIDES[code] for code in codes}])
+
+
 @pytest.mark.parametrize(
     "words", ["kernels=te cluster=cpu", "precision=mxfp8 cluster.device=cpu", "kernels=nope"]
 )

@@ -103,7 +103,9 @@ MODELS = {
 """More configurations, in which a key that changes numbers may have its effect."""
 UNSEEN = {
     "model.family model.max_position_embeddings": "other keys come with it, and a limit",
-    "model.head objective.teacher rollout.engine": "they come with another key, or a folder",
+    "model.head objective.teacher objective.teacher_file objective.score_margins rollout.engine": (
+        "they come with another key, a file or a folder"
+    ),
     (
         "rollout.rewards rollout.reward_weights rollout.pattern rollout.answer_column"
         " rollout.free_tokens rollout.failed_rewards rollout.resample rollout.updates"

@@ -289,6 +289,23 @@ def test_pair_losses_without_reference_equal_trl(name: str) -> None:
     same(found, wanted - means[::2], lp, exact, atol=4e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_pair_losses_reward_margins_equal_trl(dtype: torch.dtype) -> None:
+    """Compare with `compute_loss` of TRL 1.16's RewardTrainer, restated, with margins and
+    centring.
+    """
+    lp, _, mask = drawn(dtype)
+    margin = torch.rand(ROWS // 2, dtype=torch.float64) * 4 - 1
+    pairs = pairs_of(lp, mask.float(), None)._replace(margin=margin)
+    found = Reward(run_with(name="reward", center_weight=0.02)).compare(pairs).losses
+    exact = lp.detach().double().requires_grad_()
+    policy = (exact * mask).sum(-1)
+    right = policy[::2] - policy[1::2] - margin
+    wanted = -torch.log(sig(right)) + 0.02 * (policy[::2] + policy[1::2]) ** 2
+    same(found, wanted, lp, exact)
+    assert not torch.allclose(found.double(), of_pairs("reward", exact, exact, mask, 0.0))
+
+
 def test_pair_losses_of_equal_models_is_log_two() -> None:
     lp = -torch.rand((6, 4))
     objective = Dpo(run_with(name="dpo", loss_type="sigmoid"))

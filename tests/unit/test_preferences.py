@@ -14,11 +14,12 @@ from mtrain.api import load
 from mtrain.config.schema.data import DataConfig
 from mtrain.data import Splits, open_splits, prepare
 from mtrain.data.batch import averaged
-from mtrain.data.chats.messages import Chat, parse_labelled, parse_ranking
+from mtrain.data.chats.messages import Chat, parse_labelled, parse_pair, parse_ranking
 from mtrain.data.chats.samples import ChatSamples, PairSamples
 from mtrain.data.pairs import packed_pair_collator, pair_collator
 from mtrain.errors import ConfigError, CorruptData
-from mtrain.train.pairs import packed_answers, pairs_of
+from mtrain.models.gpt.data import collator
+from mtrain.train.pairs import packed_answers, pairs_of, sums_of
 from tests.support.chats import chats_file, folder_of, turns
 from tests.support.configs import LAPTOP
 
@@ -124,6 +125,39 @@ def test_preferences_pairs_of_a_prompt_share_a_split(home: Path, tmp_path: Path)
     assert ones == [{"2", "3"}, {"4", "5"}]
     (remark,) = splits.remarks()[-1:]
     assert "12 pairs of 5 lines with scored answers; equal scores leave 1 lines" in remark
+
+
+def test_preferences_margins_reach_their_pairs(home: Path, tmp_path: Path) -> None:
+    """Read a column, and differences of scores on request; refuse them where nothing reads them."""
+    rows = [{"prompt": "q", "chosen": "1" * n, "rejected": "2"} for n in range(1, 5)]
+    for row, margin in zip(rows, (0.5, -2, 0, 3), strict=True):
+        row["margin"] = margin
+    scored = [{"prompt": "q", "answers": ["a", "b", "c"], "scores": [1, 4.5, 2]}]
+    columns = opened(home, chats_file(tmp_path / "a.jsonl", rows))
+    scores = opened(home, chats_file(tmp_path / "b.jsonl", scored))
+    plain = opened(home, chats_file(tmp_path / "c.jsonl", [{**rows[0], "margin": 0}]))
+
+    def margins(splits: Splits, words: str = "objective=reward") -> list[float] | None:
+        run = load(["data=mock", "model=llama_tiny", *words.split()], LAPTOP).run
+        run = run.model_copy(update={"data": run.data.model_copy(update={"kind": "preference"})})
+        size = len(splits.train)
+        batch: Any = collator(run, splits, "train")(torch.zeros(0), np.arange(size))
+        if "margins" not in batch:
+            return None
+        sums, _, _ = sums_of(batch["margins"], batch["loss_mask"], None)
+        assert not sums[1::2].any()
+        return sorted(sums[::2].tolist())
+
+    assert margins(columns) == [-2, 0, 0.5, 3]
+    assert margins(scores) is None
+    assert margins(scores, "objective=reward objective.score_margins=true") == [1, 2.5, 3.5]
+    with pytest.raises(ConfigError, match=r"MT496.*dpo reads no margins"):
+        margins(columns, "objective=dpo")
+    assert margins(plain, "objective=dpo") is None
+    with pytest.raises(ConfigError, match="has no scored answers"):
+        margins(columns, "objective=reward objective.score_margins=true")
+    with pytest.raises(CorruptData, match="margin is 'wide', and not a number"):
+        parse_pair(rows[0] | {"margin": "wide"})
 
 
 def test_preferences_packed_pairs_stay_whole(home: Path, tmp_path: Path) -> None:

@@ -405,8 +405,8 @@ def test_record_ignored_key_claims_no_learning(preview: Preview) -> None:
 def test_record_pairs_have_chat_keys() -> None:
     values = {"prompt": "q", "chosen": turns("", "good")[1:], "rejected": turns("", "bad")[1:]}
     assert parse_pair(values)[0].turns == [1]
-    with pytest.raises(CorruptData, match="an unknown key: margin"):
-        parse_pair({**values, "margin": 0.3})
+    with pytest.raises(CorruptData, match="an unknown key: strength"):
+        parse_pair({**values, "strength": 0.3})
     with pytest.raises(CorruptData, match="its weight is"):
         parse_pair({**values, "chosen": [{"role": "assistant", "content": "good", "weight": 0.5}]})
     assert parse_pair({**values, "score_chosen": 3.5})[1].turns == [1]

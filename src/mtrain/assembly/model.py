@@ -137,7 +137,7 @@ def _chunks(run: RunConfig, config: Any) -> list[Any]:
             chunk.auxiliary = auxiliary_outputs_of(run)
             chunk.is_whole_loss = loss_is_whole(run)
             chunk.per_token = run.objective.answers
-            chunk.temperature = run.rollout.temperature if run.objective.rolls else 1.0
+            chunk.temperature = run.rollout.temperature if run.objective.judges else 1.0
     if run.peft.kind and not any(adapter_parameters(run)):
         rule = f"models of the family {run.model.family} have no adapters that are known here"
         raise ConfigError([Problem("MT521", "peft.kind", run.peft.kind, rule, "peft=none")])

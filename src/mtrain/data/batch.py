@@ -61,6 +61,8 @@ class MicroBatch(TypedDict):
     """packed answers: int64, the answer of each label, counted over the micro-batch."""
     desirable: NotRequired[torch.Tensor]
     """float64: 1 at the first label of each answer that is chosen, else 0."""
+    margins: NotRequired[torch.Tensor]
+    """float64: the margin of a pair, at the first label of its chosen answer; else 0."""
     mismatched_divergence: NotRequired[torch.Tensor]
     """float64 []: the divergence on answers to other prompts, which the step adds."""
     advantages: NotRequired[torch.Tensor]
@@ -69,6 +71,10 @@ class MicroBatch(TypedDict):
     """float32: nats of each label in the distribution that it was sampled from."""
     old_log_probabilities: NotRequired[torch.Tensor]
     """float32: nats of each label by the policy that sampled, computed by the trainer."""
+    teacher_ids: NotRequired[torch.Tensor]
+    """int32 [n, seq_length, k]: the likeliest tokens of a teacher at each place."""
+    teacher_log_probabilities: NotRequired[torch.Tensor]
+    """float32 [n, seq_length, k + 1]: nats of these tokens, and of all others together."""
     other_tokens: NotRequired[torch.Tensor]
     """An answer to another prompt after each prompt; these four keys are as those above."""
     other_labels: NotRequired[torch.Tensor]

@@ -53,13 +53,15 @@ class MockPairs:
         return Sample(tokens, learned, (0,), (int(number),), number % 2 == 0)
 
 
-def pair_collator(source: Any, *, mismatched: bool, at_ends: bool = False) -> Collator:
+def pair_collator(
+    source: Any, *, mismatched: bool, at_ends: bool = False, margins: bool = False
+) -> Collator:
     """Return the collator for answers of pairs, from a source such as `PairSamples`, or for
     labelled ones of `ChatSamples`.
 
     `mismatched` adds after each prompt the answer of the same kind of the next pair, or the next
     labelled answer. `at_ends` weighs the last token of each answer, in its own place, instead of
-    the predictions.
+    the predictions. `margins` adds how much better chosen answers are.
     """
     step = 1 if isinstance(source, ChatSamples) else 2
 
@@ -68,6 +70,9 @@ def pair_collator(source: Any, *, mismatched: bool, at_ends: bool = False) -> Co
         batch = collate(samples, packed=False)
         if at_ends:
             batch["loss_mask"] = at_last_tokens(samples)
+        if margins:
+            given = np.array([sample.margin for sample in samples])
+            batch["margins"] = at_first_labels(batch["loss_mask"], given)
         if isinstance(source, PairSamples) and source.scores is not None:
             scores = source.scores[[source.row_of(number) for number in numbers]]
             batch["reference_log_probabilities"] = at_first_labels(batch["loss_mask"], scores)

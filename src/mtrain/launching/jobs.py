@@ -152,6 +152,13 @@ def _bisect(
     bisect(run, _path(checkpoint), step, usual, Path(out))
 
 
+def _distil(run: RunConfig, home: Path, end: End, out: str) -> None:
+    enter(run, end)
+    from mtrain.train.teacher_file import write
+
+    write(run, Path(out))
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
@@ -178,4 +185,5 @@ JOBS: dict[str, Callable[..., None]] = {
     "answer": _answer,
     "logits": _logits,
     "bisect": _bisect,
+    "distil": _distil,
 }

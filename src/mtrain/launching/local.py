@@ -250,6 +250,14 @@ def evaluate(
     _in_scratch(run, Job.of("evaluate", **places, limit=limit, as_json=as_json))
 
 
+def distil(run: RunConfig, out: Path) -> None:
+    """Write the likeliest tokens of a run's teacher to the folder `out`, in local processes of the
+    run's layout.
+    """
+    ChildProcess("prepare", run, checkpoint=None).result()
+    _in_scratch(run, Job.of("distil", out=out.absolute()))
+
+
 def answer(run: RunConfig, source: Source, questions: Questions, as_json: bool) -> None:
     """Print the results of a checkpoint on tasks of lm-evaluation-harness, in local processes."""
     places = {"checkpoint": source.checkpoint, "tokenizer": source.tokenizer}

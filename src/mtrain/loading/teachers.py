@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from mtrain.config.rules.objectives import ENCODERS
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError, Problem, Severity
 from mtrain.plan.teacher import FIX, file_of_teacher, teacher_of
+from mtrain.plan.teacher_file import KEY as FILE
+from mtrain.plan.teacher_file import facts_problems, read_facts
 
 KEY = "objective.teacher"
 NAMED = 6
@@ -30,6 +33,8 @@ def problems(run: RunConfig, origins: Mapping[str, str], *, to_run: bool = True)
     another vocabulary, or does not run in this layout.
     """
     name = run.objective.teacher
+    if run.objective.distils and run.objective.teacher_file is not None:
+        return _of_a_file(run, origins, to_run=to_run)
     if not run.objective.distils or not name:
         return []
 
@@ -55,6 +60,19 @@ def problems(run: RunConfig, origins: Mapping[str, str], *, to_run: bool = True)
         what = f"model.family={teacher.model.family} model.head={teacher.model.head}"
         wrong = [f"{what}: it is no decoder that writes text"]
     return [each for why in wrong for each in one("MT391", why, "another layout")]
+
+
+def _of_a_file(run: RunConfig, origins: Mapping[str, str], *, to_run: bool) -> list[Problem]:
+    """Return the problems of `objective.teacher_file`, as far as its facts show them."""
+    assert run.objective.teacher_file is not None
+    try:
+        facts = read_facts(Path(user_path(run.objective.teacher_file)))
+    except ConfigError as error:
+        # A plan may be meant for a machine that has it.
+        severity: Severity = "error" if to_run else "warning"
+        origin = origins.get(FILE, "")
+        return [replace(one, source=origin, severity=severity) for one in error.problems]
+    return facts_problems(run, facts, origins.get(FILE, ""))
 
 
 def in_this_layout(run: RunConfig, teacher: RunConfig) -> list[str]:

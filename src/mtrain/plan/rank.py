@@ -210,12 +210,15 @@ class StageMemory:
         stage keeps: inputs of its output layer, or its likeliest tokens.
         """
         teacher = teacher_of(self.run)
-        if teacher is None or not self.held[-1].loss:
-            return 0
         run = self.run
+        if not self.held[-1].loss or (teacher is None and run.objective.teacher_file is None):
+            return 0
         r = self.rank
         number = run.micro_batches
         k = run.objective.distil_top_k
+        if teacher is None:
+            assert k is not None
+            return number * r.tokens * (k + k + 1) * FP32
         if k is not None:
             return number * r.tokens * (k * ID_BYTES + (k + 1) * FP32)
         return number * r.split_tokens * teacher.model.hidden_size * r.element

@@ -209,12 +209,13 @@ def _objective(run: RunConfig, small: ModelConfig) -> ObjectiveConfig:
     where it has any.
     """
     o = run.objective
-    if o.rolls:
+    if o.judges:
         return o.model_copy(update={"group_size": 2})
     if not o.distils:
         return o
     k = None if o.distil_top_k is None else min(o.distil_top_k, small.vocab_size // 2)
-    return o.model_copy(update={"teacher": DRAWN, "distil_top_k": k})
+    own = {"teacher": DRAWN, "teacher_file": None, "distil_top_k": k}
+    return o.model_copy(update=own)
 
 
 def _tokens(data: DataConfig, seq: int) -> DataConfig:

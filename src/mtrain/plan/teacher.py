@@ -30,14 +30,14 @@ MACHINE = Machine(cpu_cores=1, memory_bytes=0)
 
 def teacher_of(run: RunConfig) -> RunConfig | None:
     """Return the run that the teacher of a resolved run is, on the student's ranks; None without
-    one, or if its folder is not on this machine.
+    one, if a file stands for it, or if its folder is not on this machine.
 
     Raises:
         ConfigError: its configuration cannot be read, or is of a model that is not known here.
         ValueError: its model does not go together with the keys of the student's run.
     """
     name = run.objective.teacher
-    if not run.objective.distils or name is None:
+    if not run.objective.distils or name is None or run.objective.teacher_file is not None:
         return None
     if run.objective.draws:
         choice = name.partition(":")[2]

@@ -25,7 +25,7 @@ from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.precomputed import prepare
 from mtrain.train.rollouts.feed import RolloutFeed, answered
 from mtrain.train.rollouts.scores import build_reward_model
-from mtrain.train.teacher import build_teacher, digest_of
+from mtrain.train.teacher import build_teacher, digest_of, read_instead
 from mtrain.world.init import World
 
 
@@ -73,7 +73,7 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     if run.objective.copies:
         state.reference = build_reference(run, world)
         begin_reference(state)
-    if run.objective.distils:
+    if run.objective.taught_live:
         state.teacher = build_teacher(run, world, drawn=drawn)
         state.teacher_digest = digest_of(run)
     if has_reward_model(run):
@@ -85,12 +85,16 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
     if evaluates and splits.validation is not None:
         limit = run.trainer.eval_iters * run.trainer.batch
         valid_data = batches(run, world, splits, "validation", limit)
+    if run.objective.teacher_file is not None:
+        data = {"train": train_data, "validation": valid_data}
+        state.teacher_digest = read_instead(run, splits, data)
     schedule = run_documents if run.parallel.hybrid_context_parallel else None
     context = TrainContext(run, world, state, train_data, valid_data, schedule)
     if isinstance(splits.train, PromptSamples):
         context.tokenizer = splits.tokenizer
         context.feed = RolloutFeed
-        if run.trainer.eval_iters and isinstance(splits.validation, PromptSamples):
+        judges = run.objective.judges and run.trainer.eval_iters
+        if judges and isinstance(splits.validation, PromptSamples):
             wanted = run.trainer.eval_iters * run.trainer.batch
             context.valid_answers = partial(answered, splits.validation, wanted)
     if run.objective.reference == "precomputed" and run.objective.refers:

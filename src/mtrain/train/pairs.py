@@ -21,6 +21,10 @@ from mtrain.train.objectives.next_token import COUNT, LOSS, TOKENS
 
 REFERENCE = "reference_log_probabilities"
 """Key of a micro-batch: the reference's log-probability of each label [b, s], in fp32."""
+MARGINS = "margins"
+"""Key of a micro-batch: the margin of each pair at the first label of its chosen answer, fp64
+[b, s].
+"""
 BASELINE = "mismatched_divergence"
 """Key of a micro-batch: the mean log-ratio of answers to other prompts in the global batch, at
 least 0, fp64 [].
@@ -52,6 +56,8 @@ class Pairs(NamedTuple):
     chosen_tokens: Tensor
     """Tokens that are learned; 0 in a pair that only fills a step."""
     rejected_tokens: Tensor
+    margin: Tensor | float = 0.0
+    """The margins of the data by which chosen answers are better."""
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -96,6 +102,9 @@ class PairObjective(Objective):
         # A missing reference is an error, and not a uniform model.
         reference = batch[REFERENCE] if self.run.objective.refers else None
         pairs = pairs_of(output, batch["loss_mask"], reference, group, packed_answers(batch))
+        if MARGINS in batch:
+            margins, _, _ = sums_of(batch[MARGINS], batch["loss_mask"], None, group)
+            pairs = pairs._replace(margin=margins[::2])
         compared = self.compare(pairs)
         counted = (pairs.chosen_tokens > 0).double()
         total = (compared.losses * counted).sum()

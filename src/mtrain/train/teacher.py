@@ -19,12 +19,18 @@ from mtrain.ckpt.folder import TEACHER, committed
 from mtrain.config.compose.paths import CHECKPOINTS, MANIFEST, user_path
 from mtrain.config.schema.objective import ObjectiveConfig
 from mtrain.config.schema.run import RunConfig
+from mtrain.data import Splits
+from mtrain.data.batch import GlobalBatches
+from mtrain.data.teacher_rows import IDS, VALUES, teaching_collator
 from mtrain.errors import ConfigError, CorruptData
 from mtrain.mcore import api as mcore
-from mtrain.mcore.models.distillation import Divergence, Head, Lesson, top_k
+from mtrain.mcore.models.distillation import Divergence, Head, Lesson, TopK, top_k
+from mtrain.mcore.models.language_model import LESSON
 from mtrain.mcore.state.local_params import unwrap
 from mtrain.plan.teacher import FIX, HF_CONFIG, teacher_of
+from mtrain.plan.teacher_file import facts_problems, files_problems, read_facts
 from mtrain.train.folder_weights import load_folder
+from mtrain.train.objectives import Batch
 from mtrain.world.init import World
 
 BETA = {"forward_kl": 0.0, "reverse_kl": 1.0}
@@ -156,6 +162,40 @@ def digest_of_folder(folder: Path) -> str:
                 opened.seek(place)
                 found.update(opened.read(READ if checkpoint is None else size))
     return found.hexdigest()
+
+
+def read_instead(run: RunConfig, splits: Splits, data: Mapping[str, GlobalBatches | None]) -> str:
+    """Have the collators of parts add the rows of `objective.teacher_file`; return the hash of the
+    teacher that they are of.
+
+    Raises:
+        ConfigError: the folder is of another corpus, tokenizer, teacher or configuration.
+    """
+    assert run.objective.teacher_file is not None
+    folder = Path(user_path(run.objective.teacher_file))
+    facts = read_facts(folder)
+    named = run.objective.teacher
+    is_here = named is not None and Path(user_path(named)).exists()
+    digest = digest_of(run) if is_here else ""
+    known = splits.identity()
+    files = known.get("fingerprint"), known.get("tokenizer_sha256")
+    problems = facts_problems(run, facts) + files_problems(run, facts, *files, digest)
+    if problems:
+        raise ConfigError(problems)
+    for part, batches_of in data.items():
+        if batches_of is not None:
+            batches_of.collator = teaching_collator(folder, part, facts, batches_of.collator)
+    return facts.teacher_digest
+
+
+def with_lesson(run: RunConfig, batch: Batch) -> Batch:
+    """Return a micro-batch with the lesson that `objective.teacher_file` has of its samples; one of
+    a stage that reads no samples as it is.
+    """
+    if IDS not in batch:
+        return batch
+    top = TopK(batch[IDS].transpose(0, 1), batch[VALUES].transpose(0, 1))
+    return {**batch, LESSON: Lesson(divergence_of(run.objective), top=top)}
 
 
 def same_teacher(facts: Mapping[str, Any], state: ckpt_state.TrainState) -> None:

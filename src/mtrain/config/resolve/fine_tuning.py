@@ -79,7 +79,7 @@ PREFERENCES_OF_ADAPTERS = (Tuned("7B", 7.2e9, 5e-6, 64, ZEPHYR),)
 def published(run: RunConfig) -> Tuned:
     """Return the published fine-tuning of the nearest size, of adapters where trained."""
     adapters = run.peft.kind is not None
-    if run.objective.rolls:
+    if run.objective.judges:
         return nearest(POLICIES, run.model)
     if run.objective.reads_values:
         return nearest(REWARDS_OF_ADAPTERS if adapters else REWARDS, run.model)
@@ -123,7 +123,7 @@ def steps_of(run: RunConfig) -> tuple[int, str]:
     epochs = 1 if run.objective.answers else EPOCHS
     steps = max(1, ceil(epochs * held / run.trainer.batch))
     words = "1 epoch" if epochs == 1 else f"{epochs} epochs"
-    source = DEEPSEEK_MATH if run.objective.rolls else TULU_3
+    source = DEEPSEEK_MATH if run.objective.judges else TULU_3
     return steps, f"{words} of {held} samples, as {source}"
 
 

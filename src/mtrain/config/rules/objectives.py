@@ -31,7 +31,7 @@ ENCODERS = ("bert", "t5", "llava")
         ),
         example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
     ),
-    reads=f"{NAME} data.kind",
+    reads=f"{NAME} data.kind objective.on_policy",
 )
 def objective_samples(run: RunConfig) -> Iterator[Finding]:
     """Cannot compute the loss because the objective and the samples do not go together."""
@@ -43,6 +43,9 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
     elif run.objective.rolls and kind not in ("prompts", "mock"):
         detail = f"objective {name} answers prompts, and data.kind is {kind}"
         yield Finding("MT328", NAME, detail, hint="data=prompts", also=("data.kind",))
+    elif kind == "prompts" and run.objective.distils and not run.objective.on_policy:
+        detail = "data.kind is prompts, and objective.on_policy is false"
+        yield Finding("MT328", "objective.on_policy", detail, each("objective.on_policy", [True]))
     elif kind == "preference" and not run.objective.pairs:
         detail = f"data.kind is preference, and objective {name} reads no pairs"
         hint = "objective=dpo, or objective=kto for a file with labels"
@@ -126,10 +129,11 @@ def _apart(run: RunConfig) -> bool:
     reads=f"{NAME} model.family model.head",
 )
 def objective_family(run: RunConfig) -> Iterator[Finding]:
-    """Cannot compute the loss because the model is no decoder of text only."""
+    """Cannot compute the loss because the model is no decoder of text only, or has no such head."""
     o = run.objective
     family = run.model.family
-    if ((o.answers or o.distils) and family in ENCODERS) or (run.model.head and family != "gpt"):
+    headless = (o.reads_values or run.model.head is not None) and family != "gpt"
+    if ((o.answers or o.distils) and family in ENCODERS) or headless:
         detail = f"model.family is {family}"
         hint = "model=llama_tiny, or another decoder-only model"
         yield Finding("MT330", NAME, detail, hint=hint, also=("model.family",))
@@ -228,12 +232,12 @@ def reference_without_adapters(run: RunConfig) -> Iterator[Finding]:
         help="Name the teacher: `objective.teacher=HF_DIR`, or a run.",
         example="objective=distil data=mock",
     ),
-    reads=f"{NAME} objective.teacher",
+    reads=f"{NAME} objective.teacher objective.teacher_file",
 )
 def teacher_is_named(run: RunConfig) -> Iterator[Finding]:
     """Cannot distil because no teacher is named."""
     o = run.objective
-    if o.distils and not o.teacher:
+    if o.distils and not o.teacher and o.teacher_file is None:
         detail = f"objective.teacher is {'null' if o.teacher is None else 'empty'}"
         hint = "objective.teacher=FOLDER, a run or a Hugging Face model"
         yield Finding("MT387", "objective.teacher", detail, hint=hint)
@@ -244,6 +248,7 @@ def teacher_is_named(run: RunConfig) -> Iterator[Finding]:
     reads=(
         f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy"
         " trainer.cuda_graph_impl parallel.fsdp parallel.hybrid_context_parallel"
+        " objective.on_policy objective.teacher_file trainer.loss_average data.packed"
     ),
 )
 def distillation_terms(run: RunConfig) -> Iterator[Finding]:
@@ -263,6 +268,24 @@ def distillation_terms(run: RunConfig) -> Iterator[Finding]:
             p.hybrid_context_parallel,
             False,
             "the teacher reads whole micro-batches",
+        ),
+        (
+            "objective.teacher_file",
+            run.objective.rolls and run.objective.teacher_file is not None,
+            None,
+            "nobody knows the answers before they are sampled",
+        ),
+        (
+            "trainer.loss_average",
+            run.objective.rolls and run.trainer.loss_average != "token",
+            "token",
+            "each sampled token counts",
+        ),
+        (
+            "data.packed",
+            run.objective.rolls and run.data.packed and run.data.kind != "prompts",
+            False,
+            "an answer stands in a row of its own",
         ),
     )
     for key, is_set, off, why in terms:

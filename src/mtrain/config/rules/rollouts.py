@@ -34,7 +34,7 @@ def sampled_answers(run: RunConfig) -> Iterator[Finding]:
     """Cannot train on answers without chance because then each has the probability 1, and all of a
     group are equal.
     """
-    if run.objective.rolls and run.rollout.temperature == 0:
+    if run.objective.judges and run.rollout.temperature == 0:
         key = "rollout.temperature"
         yield Finding("MT338", key, f"objective.name is {run.objective.name}", each(key, [1.0]))
 
@@ -51,7 +51,7 @@ def sampled_answers(run: RunConfig) -> Iterator[Finding]:
 def whole_groups(run: RunConfig) -> Iterator[Finding]:
     """Cannot compare the answers to a prompt because there is one."""
     o = run.objective
-    if not o.rolls:
+    if not o.judges:
         return
     if o.whole == 1:
         yield Finding("MT339", GROUP, f"objective.name is {o.name}", each(GROUP, [8, 4, 2]))
@@ -168,7 +168,7 @@ def repeated_updates(run: RunConfig) -> Iterator[Finding]:
 def known_rewards(run: RunConfig) -> Iterator[Finding]:
     """Require rewards that this machine has, with the keys that they need."""
     r = run.rollout
-    if not run.objective.rolls or (run.data.kind != "prompts" and r.rewards is None):
+    if not run.objective.judges or (run.data.kind != "prompts" and r.rewards is None):
         return
     if r.rewards is None:
         yield Finding("MT337", REWARDS, "no reward is named", each(REWARDS, [["exact"]]))

@@ -14,7 +14,7 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 PAIRS = (*WITH_REFERENCE, "orpo", "simpo", "reward")
 # Objectives of answers that the policy itself samples.
 ROLLOUTS = ("grpo", "rloo")
-SERVED = "objective.name=grpo|rloo and rollout.engine=openai|sglang|transformers"
+AHEAD = "objective.name=grpo|rloo and rollout.engine=openai|sglang|transformers"
 PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 DRAWN = "drawn"
 """Word for a teacher with weights from another seed: of the student's shape, or with `:NAME` behind
@@ -86,6 +86,11 @@ class ObjectiveConfig(Section):
     ] = 0.0
     """reward: the weight of the square of the sum of both rewards of a pair, which keeps rewards
     around 0 (Eisenstein et al. 2023, arXiv:2312.09244, equation 2; TRL recommends 0.01).
+    """
+    score_margins: Annotated[bool, Key(when="objective.name=reward")] = False
+    """reward: the difference of the scores of two answers is the margin by which the reward of the
+    better one exceeds the other's in the loss (Touvron et al. 2023, arXiv:2307.09288, equation 2).
+    The column `margin` of a file of pairs is always read so, as in TRL.
     """
     desirable_weight: Annotated[PositiveFloat, Key(when="objective.name=kto")] = 1.0
     """kto: the weight of desirable answers (arXiv:2402.01306, lambda_D)."""
@@ -184,6 +189,15 @@ class ObjectiveConfig(Section):
     it: a resumed run reads it again. `drawn`: the student's architecture with weights from another
     seed, `drawn:NAME`: that of the choice model=NAME; for tests and plans.
     """
+    teacher_file: Annotated[str | None, Key(when="objective.name=distil")] = None
+    """distil: a folder of `data distil` with the teacher's likeliest tokens at each place of the
+    data, which is read in the place of a teacher; it is of one corpus, length, seed, temperature
+    and distil_top_k. A teacher that is named as well must be the one that the folder was made with.
+    """
+    on_policy: Annotated[bool, Key(when="objective.name=distil", aka="gkd_lmbda")] = False
+    """distil: the student learns from answers that it samples itself to the prompts of data=prompts
+    (Agarwal et al. 2023, arXiv:2306.13649, with lambda 1), so it learns where its own answers lead.
+    """
     divergence: Annotated[
         Divergence | None, Key(when="objective.name=distil", null="forward_kl", aka="kd_loss")
     ] = None
@@ -245,7 +259,7 @@ class ObjectiveConfig(Section):
     max_staleness: Annotated[
         Annotated[int, Field(ge=0, le=1)],
         Key(
-            when=SERVED,
+            when=AHEAD,
             aka="max_off_policy_steps staleness_threshold max_weight_sync_lag",
         ),
     ] = 0
@@ -291,6 +305,11 @@ class ObjectiveConfig(Section):
         return self.name == "distil"
 
     @property
+    def taught_live(self) -> bool:
+        """Return whether a teacher runs next to the student."""
+        return self.distils and self.teacher_file is None
+
+    @property
     def draws(self) -> bool:
         """Return whether the weights of the teacher come from a seed."""
         return self.teacher is not None and self.teacher.partition(":")[0] == DRAWN
@@ -303,17 +322,22 @@ class ObjectiveConfig(Section):
     @property
     def compares(self) -> bool:
         """Return whether the loss may have a reference."""
-        return self.name in WITH_REFERENCE or (self.rolls and self.kl_coef > 0)
+        return self.name in WITH_REFERENCE or (self.judges and self.kl_coef > 0)
+
+    @property
+    def judges(self) -> bool:
+        """Return whether the loss reads rewards of answers that the policy samples."""
+        return self.name in ROLLOUTS
 
     @property
     def rolls(self) -> bool:
         """Return whether a sample is an answer that the policy samples."""
-        return self.name in ROLLOUTS
+        return self.judges or (self.distils and self.on_policy)
 
     @property
     def answers(self) -> bool:
         """Return whether a sample is an answer, of which the loss reads log-probabilities."""
-        return self.pairs or self.rolls
+        return self.pairs or self.judges
 
     @property
     def divisor(self) -> str:
@@ -330,6 +354,6 @@ class ObjectiveConfig(Section):
     @property
     def whole(self) -> int:
         """Return the samples of a step that belong together."""
-        if self.rolls:
+        if self.judges:
             return self.group_size or 8
         return 2 if self.pairs else 1

@@ -14,13 +14,15 @@ from mtrain.config.schema.base import (
     Seconds,
     Section,
 )
-from mtrain.config.schema.objective import SERVED
 
-JUDGED = "objective.name=grpo|rloo and rollout.rewards"
-ACTED = "objective.name=grpo|rloo and rollout.environment"
+WITH_REWARDS = "objective.name=grpo|rloo"
+JUDGED = f"{WITH_REWARDS} and rollout.rewards"
+ACTED = f"{WITH_REWARDS} and rollout.environment"
+SAMPLED = "objective.name=grpo|rloo|distil"
+SERVED = f"{SAMPLED} and rollout.engine=openai|sglang|transformers"
+REMOTE = f"{SAMPLED} and rollout.engine=openai|sglang"
 MODEL = "model"
 """The reward that ranks compute together, by a model; all others are functions in processes."""
-REMOTE = "objective.name=grpo|rloo and rollout.engine=openai|sglang"
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -82,7 +84,8 @@ class RolloutConfig(Section):
     log-probabilities once. A run that resumes between such steps samples the rest anew.
     """
     resample: Annotated[
-        NonNegativeInt, Key(aka="max_num_gen_batches dynamic_sampling filter_groups")
+        NonNegativeInt,
+        Key(when=WITH_REWARDS, aka="max_num_gen_batches dynamic_sampling filter_groups"),
     ] = 0
     """The most times that groups with equal rewards, which teach nothing, are replaced by answers
     to later prompts (dynamic sampling of DAPO, arXiv:2503.14476, equation 11). What is equal after
@@ -101,7 +104,8 @@ class RolloutConfig(Section):
     between them has at most max_tokens.
     """
     rewards: Annotated[
-        Annotated[tuple[str, ...], Field(min_length=1)] | None, Key(aka="reward_funcs")
+        Annotated[tuple[str, ...], Field(min_length=1)] | None,
+        Key(when=WITH_REWARDS, aka="reward_funcs"),
     ] = Field(default=None, strict=False)
     """The functions that judge an answer; `rewards=[exact]` on the command line sets them. exact:
     1 if it is the text of the column `answer_column`, without the blanks around it; math: 1 if

@@ -87,7 +87,7 @@ class UnresolvedRun(Section):
         default_factory=ObjectiveConfig
     )
     rollout: Annotated[
-        RolloutConfig, Key(effect=Effect.NUMERICS, when="objective.name=grpo|rloo")
+        RolloutConfig, Key(effect=Effect.NUMERICS, when="objective.name=grpo|rloo|distil")
     ] = Field(default_factory=RolloutConfig)
     kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(
         default_factory=KernelsConfig

@@ -34,6 +34,8 @@ class EncodedChat:
     """True if the template received tool arguments parsed from their JSON text."""
     chosen: bool = True
     """False for the rejected answer of a pair, and for one with a label of false."""
+    margin: float = 0.0
+    """The margin of a pair, with its chosen answer."""
 
 
 def encode_chat(chat: Chat, form: ChatFormat, tokenizer: Tokenizer, loss_on: str) -> EncodedChat:

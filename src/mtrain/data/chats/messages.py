@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from math import isfinite
 from typing import Any
 
 from mtrain.data.chats.template import REASONING
@@ -51,7 +52,7 @@ AFTER: dict[str, tuple[str, ...]] = {
     "function": ("tool", "function", ASSISTANT),
 }
 OF_A_CHAT = ("messages", "conversations", "tools", "system", "prompt")
-OF_A_PAIR = (*OF_A_CHAT, "chosen", "rejected")
+OF_A_PAIR = (*OF_A_CHAT, "chosen", "rejected", "margin")
 OF_AN_ANSWER = (*OF_A_CHAT, "completion", "label")
 OF_A_RANKING = (*OF_A_CHAT, "answers", "completions", "scores")
 OF_A_MESSAGE = (
@@ -93,6 +94,8 @@ class Chat:
     """Loss flags, one for each message: True to learn it, False to skip it, None without a flag."""
     objects: list[Message] | None = None
     """The messages with their tool arguments parsed from JSON text; None if none are such text."""
+    margin: float = 0.0
+    """The margin of a pair, with its chosen chat."""
 
     @property
     def turns(self) -> list[int]:
@@ -215,7 +218,13 @@ def parse_pair(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, Chat
         if not any(map(_says_something, answer)):
             raise CorruptData(f"its {name} answer is empty: give it a text, or remove the line")
     tools = _tools(values.get("tools"), keys)
-    return _ordered(_made(chosen, tools, common)), _ordered(_made(rejected, tools, common))
+    better, worse = (_ordered(_made(chat, tools, common)) for chat in (chosen, rejected))
+    margin = values.get("margin")
+    if margin is None:
+        return better, worse
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
+        raise CorruptData(f"its margin is {str(margin)[:40]!r}, and not a number")
+    return replace(better, margin=float(margin)), worse
 
 
 def parse_labelled(values: dict[str, Any], keys: Keys = NO_KEYS) -> tuple[Chat, bool]:
@@ -272,7 +281,8 @@ def parse_ranking(values: dict[str, Any], keys: Keys = NO_KEYS) -> list[tuple[Ch
     for better, worse in combinations(order, 2):
         if scores[better] == scores[worse]:
             continue
-        pair = {**begin, "chosen": answers[better], "rejected": answers[worse]}
+        apart = float(scores[better] - scores[worse])
+        pair = {**begin, "chosen": answers[better], "rejected": answers[worse], "margin": apart}
         try:
             pairs.append(parse_pair(pair, keys))
         except CorruptData as error:

@@ -46,15 +46,15 @@ if TYPE_CHECKING:  # importing it loads the tokenizers library
     from mtrain.data.text.tokenizer import Tokenizer
 
 
-FORMAT = 6
+FORMAT = 7
 TOKENS = "tokens"
 LEARNED = "learned.bin"
 TABLE = "chats.bin"
 REJECTS = "rejects.jsonl"
 RECORDS = "records.jsonl"
-# Columns of `chats.bin`, int64, a row for each document: line, first and last learned token, and 1
-# if it is chosen, else 0
-COLUMNS = 4
+# Columns of `chats.bin`, int64, a row for each document: line, first and last learned token, 1 if
+# it is chosen, else 0, and the bits of its margin, float64
+COLUMNS = 5
 # Lines at the start of a file in which the first preference tells the form of all
 MOST_BEFORE = 1000
 # Characters of a line that `rejects.jsonl` shows
@@ -190,7 +190,9 @@ def _work(
                 pairs = [messages.parse_pair(values, keys)]
             chats = [one for pair in pairs for one in zip(pair, (True, False), strict=True)]
         return [
-            replace(encode_chat(chat, form, tokenizer, data.loss_on), chosen=chosen)
+            replace(
+                encode_chat(chat, form, tokenizer, data.loss_on), chosen=chosen, margin=chat.margin
+            )
             for chat, chosen in chats
         ]
 
@@ -207,6 +209,7 @@ def _make(
     bad = 0
     parsed = 0
     used = 0
+    margins = 0
     last = -1
     preferences = _form(lines) if data.kind == "preference" else None
     names = (LEARNED, TABLE, REJECTS, *((RECORDS,) if data.kind == "prompts" else ()))
@@ -223,7 +226,8 @@ def _make(
             places = np.flatnonzero(chat.learned[1:]) + 1
             writer.add(chat.ids)
             ends = (places[0], places[-1]) if len(places) else (0, 0)
-            row = [lines.numbers[number], *ends, chat.chosen]
+            margin = np.float64(chat.margin)
+            row = [lines.numbers[number], *ends, chat.chosen, margin.view(np.int64)]
             table.write(np.array(row, "<i8").tobytes())
             used += number != last
             last = number
@@ -235,6 +239,9 @@ def _make(
             digest.update(chat.ids.tobytes() + chat.learned.tobytes())
             if preferences == "labels":
                 digest.update(bytes([chat.chosen]))
+            if margin and preferences == "pairs":
+                digest.update(margin.tobytes())
+                margins += 1
             parsed += chat.parsed
             learned += len(places)
             largest = max(largest, int(chat.ids.max()))
@@ -256,6 +263,7 @@ def _make(
         "parsed_arguments": parsed,
         "bad_lines": bad_lines,
         "preferences": preferences,
+        "margins": margins,
         "lines": len(lines),
         "lines_unused": len(lines) - used - bad_lines,
         "largest_id": largest,
@@ -300,8 +308,8 @@ MOST_PROCESSES = 16
 WORTH_A_PROCESS = 512
 MOST_TOKENS = 1 << 26
 # Kind and length of a part. E, or P if tool arguments were parsed: ids of a chat, in lower case of
-# one that is not chosen; T: their loss mask; X and R: a fault, R of a line that is not JSON; N: the
-# end of a line.
+# one that is not chosen; T: its margin, float64, and their loss mask; X and R: a fault, R of a line
+# that is not JSON; N: the end of a line.
 _HEAD = struct.Struct("<cI")
 Work = Callable[[bytes], Sequence[EncodedChat]]
 
@@ -375,10 +383,15 @@ class _Writer:
                 return Fault(body.decode("utf-8", "replace"), kind == b"R")
             known, learned = self._part()
             ids = np.frombuffer(body, "<i4").astype(np.int64)
-            if kind not in (b"E", b"P", b"e", b"p") or known != b"T" or len(learned) != len(ids):
+            if (
+                kind not in (b"E", b"P", b"e", b"p")
+                or known != b"T"
+                or len(learned) != len(ids) + 8
+            ):
                 raise self._died(number)
-            mask = np.frombuffer(learned, np.uint8) != 0
-            out.append(EncodedChat(ids, mask, kind.upper() == b"P", kind.isupper()))
+            mask = np.frombuffer(learned, np.uint8, offset=8) != 0
+            margin = float(np.frombuffer(learned, "<f8", 1)[0])
+            out.append(EncodedChat(ids, mask, kind.upper() == b"P", kind.isupper(), margin))
 
     def _part(self) -> tuple[bytes, bytes]:
         head = self.pipe.read(_HEAD.size)
@@ -460,7 +473,7 @@ def _send(pipe: BinaryIO, result: Result) -> None:
         return
     for one in result:
         ids = one.ids.astype("<i4").tobytes()
-        learned = one.learned.tobytes()
+        learned = np.array(one.margin, "<f8").tobytes() + one.learned.tobytes()
         kind = b"P" if one.parsed else b"E"
         pipe.write(
             _HEAD.pack(kind if one.chosen else kind.lower(), len(ids))

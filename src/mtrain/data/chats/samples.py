@@ -134,6 +134,8 @@ class Sample:
     documents: tuple[int, ...]
     chosen: bool = True
     """False for the rejected answer of a pair, and for one with a label of false."""
+    margin: float = 0.0
+    """The margin of a pair, with its chosen answer."""
 
 
 class ChatSamples:
@@ -204,7 +206,8 @@ class ChatSamples:
         if at < length and self.multiple is not None:
             starts.append(at)
         chosen = bool(self.chats.table[documents[0], 3])
-        return Sample(tokens, learned, tuple(starts), documents, chosen)
+        margin = float(self.chats.table[documents[0], 4:].view(np.float64)[0])
+        return Sample(tokens, learned, tuple(starts), documents, chosen, margin)
 
     def batch(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return int64 [n, seq_length + 1]: token ids, `NOTHING` for padding.

@@ -68,7 +68,8 @@ class Head:
 class TopK(NamedTuple):
     """The likeliest tokens of a teacher at its temperature, the same on all tensor-parallel ranks.
 
-    `ids` [t, k] in int64, `log_probabilities` [t, k + 1]: the last one is of all other tokens.
+    `ids` [t, k] or [s, b, k], in int64 or int32, `log_probabilities` [t, k + 1] or [s, b, k + 1]:
+    the last one is of all other tokens.
     """
 
     ids: Tensor
@@ -192,6 +193,7 @@ class _Distilled(torch.autograd.Function):
         rows = vocabulary.gather(hidden) if sequence_parallel else hidden
         first, real = _columns(weight, vocabulary, vocab_size)
         student = Head(weight, soft_cap=soft_cap)
+        top = None if lesson.top is None else [each.flatten(0, -2) for each in lesson.top]
         taught = None
         if lesson.hidden is not None:
             taught = lesson.hidden.flatten(0, 1)
@@ -208,8 +210,8 @@ class _Distilled(torch.autograd.Function):
                 assert lesson.head is not None
                 given: Tensor | TopK = lesson.head.logits(taught[part], real)
             else:
-                assert lesson.top is not None
-                given = TopK(*(each[part] for each in lesson.top))
+                assert top is not None
+                given = TopK(*(each[part] for each in top))
             factors = token_weights[part].to(wide)
             losses, slope = _chunk(
                 logits, given, labels[part], lesson.divergence, first, vocabulary
@@ -318,6 +320,7 @@ def _columns(weight: Tensor, vocabulary: Vocabulary, vocab_size: int) -> tuple[i
 
 def _places(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     """Return whether this rank has each of some ids, and its column: one past the last if not."""
+    ids = ids.long()
     here = (ids >= first) & (ids < first + real)
     return here, torch.where(here, ids - first, real)
 

@@ -29,6 +29,26 @@ def require_labels_read(run: RunConfig) -> None:
         raise ConfigError.of("MT395", "objective.name", name, rule, "objective=kto")
 
 
+def reads_margins(run: RunConfig, splits: Splits) -> bool:
+    """Return whether a run reads how much better the chosen answers of its data are.
+
+    Raises ConfigError if the file has margins that the objective does not read, or lacks scores
+    that margins are to come from.
+    """
+    o = run.objective
+    meta = splits.corpus.meta
+    scored = meta.get("preferences") == "scores"
+    key = "objective.score_margins"
+    if o.score_margins and run.data.kind == "preference" and not scored:
+        rule = f"cannot make margins of scores because {run.data.path} has no scored answers"
+        raise ConfigError.of("MT496", key, True, rule, f"{key}=false")
+    if meta.get("margins") and not o.reads_values:
+        rule = f"cannot use the column margin of {run.data.path} because {o.name} reads no margins"
+        fix = "objective=reward, or data.ignored_keys=[margin]"
+        raise ConfigError.of("MT496", "objective.name", o.name, rule, fix)
+    return bool(meta.get("margins")) or (scored and o.score_margins)
+
+
 def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
     """Return the micro-batches of `part` of the splits."""
     source = getattr(splits, part)
@@ -43,7 +63,12 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
             rows = source if is_file else MockPairs(source, data.packed_multiple or 1)
             return packed_pair_collator(rows)
         answers = source if isinstance(source, PairSamples | ChatSamples) else MockPairs(source)
-        return pair_collator(answers, mismatched=o.mismatches, at_ends=o.reads_values)
+        return pair_collator(
+            answers,
+            mismatched=o.mismatches,
+            at_ends=o.reads_values,
+            margins=reads_margins(run, splits),
+        )
     if run.objective.rolls:
         most = run.rollout.tokens(data.length)
         return answer_collator(source, run.objective.divisor, most)

@@ -45,7 +45,7 @@ from mtrain.train.loop.result import Launched, StepResult
 from mtrain.train.objectives import Objective
 from mtrain.train.pairs import ADDED, BASELINE, REFERENCE, mismatch_of, others_of
 from mtrain.train.reference import as_reference
-from mtrain.train.teacher import Teacher
+from mtrain.train.teacher import Teacher, with_lesson
 from mtrain.world.heartbeat import begin_phase, begin_step
 from mtrain.world.labels import labelled
 
@@ -340,9 +340,11 @@ def _as_report(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[s
 
 
 def taught(context: TrainContext, batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Return micro-batches with the lesson of the run's teacher on the last stage, where it has
-    one.
+    """Return micro-batches with the lesson of the run's teacher, or of the file that stands for
+    it, on the last stage.
     """
+    if context.run.objective.teacher_file is not None:
+        return [with_lesson(context.run, batch) for batch in batches]
     chunks = context.state.teacher
     if not chunks:
         return batches

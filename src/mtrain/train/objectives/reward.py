@@ -1,4 +1,6 @@
-"""A model of rewards by Bradley and Terry (Ouyang et al. 2022, arXiv:2203.02155, equation 1)."""
+"""A model of rewards by Bradley and Terry (Ouyang et al. 2022, arXiv:2203.02155, equation 1), with
+the margins of data that has them (Touvron et al. 2023, arXiv:2307.09288, equation 2).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class Reward(PairObjective):
 
     def compare(self, pairs: Pairs) -> Compared:
         """Return the loss of each pair, and its rewards."""
-        losses = -logsigmoid(pairs.chosen - pairs.rejected)
+        losses = -logsigmoid(pairs.chosen - pairs.rejected - pairs.margin)
         centred = (pairs.chosen + pairs.rejected).square()
         losses = losses + self.run.objective.center_weight * centred
         return Compared(losses, pairs.chosen, pairs.rejected)

@@ -89,7 +89,6 @@ class RolloutFeed:
         run = context.run
         source = context.train_data.samples
         assert isinstance(source, PromptSamples)
-        assert isinstance(context.objective, PolicyObjective)
         assert context.tokenizer is not None
         self._context = context
         self._source = source
@@ -117,7 +116,7 @@ class RolloutFeed:
         self._judges = None
         self._scores = ModelScores(context) if r.scores else None
         # Rewards are foreign code, which may be slow or random: one rank has them computed.
-        if context.world.is_rank0:
+        if context.world.is_rank0 and run.objective.judges:
             self._judges = Judges(r.reward_workers, r.reward_seconds, r.reward_memory_gib)
         self._engine: Engine = self._with_turns(engine) if r.environment else engine
         self._steps: dict[tuple[int, int], Step] = {}
@@ -191,7 +190,9 @@ class RolloutFeed:
         for consumed, size in places:
             part = slice(consumed - place[0], consumed - place[0] + size)
             groups = self._grouped(rewards[part])
-            advantages = self._objective.advantages(groups).ravel()
+            advantages = np.zeros(size)
+            if isinstance(self._objective, PolicyObjective):
+                advantages = self._objective.advantages(groups).ravel()
             measured = self._described(rollouts[part], rewards[part], groups) | seconds
             measured |= self._ages(rollouts[part], self._context.state.step + len(steps))
             if resamples:
@@ -329,8 +330,12 @@ class RolloutFeed:
         return places
 
     def _with_old(self, step: Step) -> Step:
-        """Return a step with the log-probabilities of the policy as it is now."""
+        """Return a step with the log-probabilities of the policy as it is now, if its loss reads
+        them.
+        """
         context = self._context
+        if not context.run.objective.judges:
+            return step
         batches = self._batches(step, context.world.coords["dp"])
         return replace(step, old=log_probabilities(context, batches, "none"))
 
@@ -359,6 +364,8 @@ class RolloutFeed:
         """
         context = self._context
         names = context.run.rollout.rewards or ()
+        if not context.run.objective.judges:
+            return np.zeros((len(rollouts), 0))
         device = context.world.torch_device
         values = torch.zeros((len(rollouts), len(names)), dtype=torch.float64, device=device)
         problem = ""
@@ -434,11 +441,14 @@ class RolloutFeed:
         names = self._context.run.rollout.rewards or ()
         lengths = np.array([one.sampled for one in rollouts])
         ended = [one.ended != LENGTH for one in rollouts]
-        return {
+        judged = {
             "reward": float(groups.mean()),
             "reward_std": float(groups.std()),
             **{f"reward_{name}": float(rewards[:, i].mean()) for i, name in enumerate(names)},
             "equal_groups": float(self._equal(groups).mean()),
+        }
+        return {
+            **(judged if self._context.run.objective.judges else {}),
             "answer_tokens": float(lengths.mean()),
             "answer_tokens_max": int(lengths.max()),
             "ended_share": float(np.mean(ended)),
