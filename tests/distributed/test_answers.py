@@ -29,6 +29,7 @@ from tests.support.forked import RankFailed, import_engine, run_ranks
 from tests.support.objective_steps import (
     FEW,
     LAYOUTS,
+    MOE,
     OF_THE_LOOP,
     require_same_steps,
     run_of,
@@ -42,11 +43,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dr_grpo": {"policy_loss": "dr_grpo"},
     "gspo": {"policy_loss": "gspo", "importance": "sequence_masked", "importance_cap": 1e9},
     "rloo": {"kl_coef": 0.1},
+    "ppo": {"importance": "truncated"},
 }
 
 
 def mock_run(loss: str, **given: Any) -> RunConfig:
-    name = "rloo" if loss == "rloo" else "grpo"
+    name = loss if loss in ("rloo", "ppo") else "grpo"
     return run_of(name, keys={**LOSSES[loss], "group_size": 4}, **given)
 
 
@@ -114,20 +116,22 @@ def prompts_run(home: Path, **given: Any) -> RunConfig:
         seq_length=32,
         split=(1.0, 0.0, 0.0),
     )
-    keys = {"group_size": 4, "scale_rewards": "batch"} | given.pop("keys", {})
+    name = given.pop("name", "grpo")
+    keys = {"group_size": 4} | ({"scale_rewards": "batch"} if name == "grpo" else {})
+    keys |= given.pop("keys", {})
     steps = given.pop("steps", 2)
     batch = {"micro_batch_size": given.pop("micro", 2), "global_batch_size": 8}
     rollout: dict[str, Any] = {"max_tokens": 4, "rewards": ("exact", "length"), "reward_workers": 1}
     rollout |= {name: given.pop(name) for name in ("updates", "resample") if name in given}
     run = tiny_run(
-        model=FEW | {"vocab_size": 320},
+        model=FEW | {"vocab_size": 320} | (MOE if given.pop("moe", False) else {}),
         trainer=batch | {"train_iters": steps} | given.pop("trainer", {}),
         optim={"warmup_iters": 0} | given.pop("optim", {}),
         **given,
     )
     sections = {
         "data": data,
-        "objective": ObjectiveConfig(name="grpo", **keys),
+        "objective": ObjectiveConfig(name=name, **keys),
         "rollout": RolloutConfig(**rollout),
     }
     changed = run.model_copy(update=sections)
@@ -179,8 +183,10 @@ def records(run: RunConfig, folder: Path, recorded: Any) -> list[dict[str, float
         for step in range(run.trainer.steps):
             record_gradients(context, folder / str(step))
             result = train_step(context, stop_requested=False)
-            (measure,) = context.measures
-            found.append({**result.metrics, **measure(context, result)})
+            row = dict(result.metrics)
+            for measure in context.measures:
+                row |= measure(context, result)
+            found.append(row)
         context.close()
     left_out = (*OF_THE_LOOP, "rollout_s", "reward_s")
     return [{k: v for k, v in one.items() if k not in left_out} for one in found]
@@ -321,18 +327,22 @@ def test_answers_resumed_are_bitwise_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("moment", ["rollout", "reward", "step", "save"])
+@pytest.mark.parametrize("moment", ["rollout", "reward", "step", "save", "critic"])
 def test_answers_killed_run_resumes_bitwise(moment: str, tmp_path: Path) -> None:
     """Kill a run twice, at a moment of two steps; it ends with the weights of an undisturbed
     one.
     """
-    run = prompts_run(tmp_path, steps=4, optim={"lr": 1e-2, "warmup_iters": 0})
+    # The moment `critic` is between the updates of policy and critic.
+    keys = {"kl_in_reward": 0.1} if moment == "critic" else {}
+    given: dict[str, Any] = {"name": "ppo" if moment == "critic" else "grpo", "keys": keys}
+    run = prompts_run(tmp_path, steps=4, optim={"lr": 1e-2, "warmup_iters": 0}, **given)
     saves = run.checkpoint.model_copy(update={"save_interval": 1, "keep": None})
     run = run.model_copy(update={"checkpoint": saves})
 
     def job(home: Path, at: int | None) -> End:
         from mtrain.ckpt import state
         from mtrain.ckpt.folder import committed
+        from mtrain.train.critic_model import TrainedCritic
         from mtrain.train.loop import step
         from mtrain.train.rollouts.judges import Judges
         from mtrain.train.rollouts.local import LocalEngine
@@ -342,6 +352,7 @@ def test_answers_killed_run_resumes_bitwise(moment: str, tmp_path: Path) -> None
             "reward": (Judges, "verdicts"),
             "step": (step, "update"),
             "save": (state, "save"),
+            "critic": (TrainedCritic, "learn"),
         }[moment]
         real = getattr(owner, name)
         calls = 0
@@ -425,7 +436,13 @@ def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
     assert (end.error, end.steps, end.lines) == ("Preempted", ["step_00000002"], 2)
 
 
-def counting_runs(home: Path) -> tuple[RunConfig, RunConfig]:
+LEARNERS: dict[str, dict[str, Any]] = {
+    "grpo": {"group_size": 16, "scale_rewards": "group"},
+    "ppo": {"group_size": 4, "critic_lr": 3e-3},
+}
+
+
+def counting_runs(home: Path, name: str = "grpo") -> tuple[RunConfig, RunConfig]:
     """Return a run that learns the form of an answer, a digit and the end, from chats with random
     digits, and one that learns the number of letters, only from rewards.
     """
@@ -434,13 +451,13 @@ def counting_runs(home: Path) -> tuple[RunConfig, RunConfig]:
         steps=600,
         micro=96,
         letters=3,
+        name=name,
+        keys=LEARNERS[name],
         trainer={"global_batch_size": 192},
         optim={"lr": 1e-3, "warmup_iters": 5, "schedule": "constant"},
     )
-    objective = run.objective.model_copy(update={"group_size": 16, "scale_rewards": "group"})
     update = {"max_tokens": 2, "rewards": ("exact",), "rows": 192, "reward_workers": 1}
-    sections = {"objective": objective, "rollout": run.rollout.model_copy(update=update)}
-    run = run.model_copy(update=sections)
+    run = run.model_copy(update={"rollout": run.rollout.model_copy(update=update)})
     dice = random.Random(2)
     chats = []
     for _ in range(1000):
@@ -490,7 +507,9 @@ def rewarded(run: RunConfig, path: Path) -> list[dict[str, float]]:
         ckpt_state.load_weights(ckpt_state.opened(path, run, world), context.state)
         while len(found) < 600 and mean_reward(found[-5:]) <= 0.92:
             result = train_step(context, stop_requested=False)
-            found.append(context.measures[0](context, result))
+            found.append({})
+            for measure in context.measures:
+                found[-1] |= measure(context, result)
         context.close()
     return found
 
@@ -501,12 +520,13 @@ def mean_reward(steps: list[dict[str, float]]) -> float:
 
 
 @pytest.mark.full
-def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LEARNERS)
+def test_answers_count_is_learned_from_rewards(name: str, tmp_path: Path) -> None:
     """Raise the mean reward from below 0.2 to above 0.9: first the form of an answer, then the
     number of letters.
     """
     import_engine()
-    form, run = counting_runs(tmp_path)
+    form, run = counting_runs(tmp_path, name)
     (path,) = run_ranks(1, formed, form, tmp_path)
     (steps,) = run_ranks(1, rewarded, run, path, timeout_s=600)
     assert mean_reward(steps[:5]) < 0.2

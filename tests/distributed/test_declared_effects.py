@@ -98,21 +98,25 @@ MODELS = {
     "rewards": "objective=reward",
     "rollouts": "objective=grpo objective.group_size=2 objective.kl_coef=0.1",
     "another sampler": "objective=grpo objective.group_size=2 objective.importance=truncated",
+    "critic": "objective=ppo",
     "teacher": "objective=distil objective.teacher=drawn objective.divergence=jsd",
 }
 """More configurations, in which a key that changes numbers may have its effect."""
 UNSEEN = {
     "model.family model.max_position_embeddings": "other keys come with it, and a limit",
-    "model.head objective.teacher objective.teacher_file objective.score_margins rollout.engine": (
-        "they come with another key, a file or a folder"
-    ),
+    (
+        "model.head objective.teacher objective.teacher_file objective.score_margins"
+        " objective.critic rollout.engine"
+    ): ("they come with another key, a file or a folder"),
     (
         "rollout.rewards rollout.reward_weights rollout.pattern rollout.answer_column"
         " rollout.free_tokens rollout.failed_rewards rollout.resample rollout.updates"
         " rollout.max_tokens objective.group_size objective.scale_rewards objective.clip_ratio_low"
         " rollout.top_k rollout.top_p rollout.min_p objective.max_staleness"
-        " objective.clip_ratio_high objective.importance_cap"
-    ): "they act on answers that were sampled, which synthetic ones are not: test_answers",
+        " objective.clip_ratio_high objective.importance_cap objective.kl_in_reward"
+        " objective.gae_lambda"
+    ): "they act on answers that were sampled, which synthetic ones are not: test_answers and"
+    " test_critics",
     "peft.target peft.init_from checkpoint.init_from": "names of what the test does not have",
     "model.qk_layernorm_across_heads model.mtp_detach_heads model.mtp_use_repeated_layer": (
         "needs others"
@@ -239,7 +243,7 @@ def digest_of(run_json: str) -> str:
             for _ in range(2):
                 train_step(parts, stop_requested=False)
             digest = hashlib.sha256()
-            for chunk in parts.state.chunks:
+            for chunk in parts.state.trained:
                 for name, weight in sorted(chunk.named_parameters()):
                     digest.update(name.encode() + weight.detach().float().numpy().tobytes())
             return digest.hexdigest()

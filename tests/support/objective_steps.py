@@ -57,14 +57,17 @@ def two_steps(run: RunConfig, folder: Path) -> list[dict[str, float]]:
 
     with joined(run) as world:
         context = assemble(run, world, splits_of(run))
-        results = []
+        found = []
         for step in range(2):
             record_gradients(context, folder / str(step))
-            results.append(train_step(context, stop_requested=False))
-    return [
-        {name: value for name, value in r.metrics.items() if name not in OF_THE_LOOP}
-        for r in results
-    ]
+            if context.critic is not None:
+                record_gradients(context.critic, folder / "critic" / str(step))
+            result = train_step(context, stop_requested=False)
+            row = dict(result.metrics)
+            for measure in context.measures:
+                row |= measure(context, result)
+            found.append({name: value for name, value in row.items() if name not in OF_THE_LOOP})
+    return found
 
 
 def require_same_steps(
@@ -74,7 +77,8 @@ def require_same_steps(
     for steps in run_ranks(run.parallel.ranks, two_steps, run, folder):
         for step, same in zip(steps, wanted, strict=True):
             assert step == {k: pytest.approx(v, rel=2e-5, abs=1e-6) for k, v in same.items()}
-    for step in ("0", "1"):
+    steps = ["0", "1", *(f"critic/{step}" for step in "01" if (whole / "critic").exists())]
+    for step in steps:
         inside = Path(step) / "step_00000000"
         here = whole_tensors(folder / inside)
         for name, value in whole_tensors(whole / inside).items():

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mtrain.train.critic import generalized_advantages, value_losses, whitened
-from tests.support.forked import import_engine, run_ranks
 
 GAMMA = 0.97
 LAM = 0.9
@@ -79,31 +78,3 @@ def test_critic_equals_the_formulas(dtype: torch.dtype, batches: int) -> None:
 def test_critic_needs_two_tokens_for_a_variance() -> None:
     with pytest.raises(ValueError, match="1 tokens"):
         whitened(torch.ones(1, 2), torch.tensor([[1.0, 0.0]]))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("leaves_out", [False, True])
-def test_critic_whitens_over_context_parallel_ranks(leaves_out: bool) -> None:
-    """Whiten all tokens together; the seeded fault (slime 2235) leaves out one of the groups."""
-    rewards, _, weights = drawn(1, torch.float64)
-    rewards = rewards[:, :8]
-    weights = weights[:, :8]
-    alone = whitened(rewards, weights)
-
-    def job() -> Tensor:
-        import torch.distributed as dist
-
-        from mtrain.mcore import api as mcore
-        from mtrain.world.init import joined
-        from tests.support.runs import tiny_run
-
-        with joined(tiny_run(ranks=2, cp=2)):
-            ps = mcore.parallel_state
-            groups = [ps.get_data_parallel_group(), ps.get_context_parallel_group()]
-            part = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-            own = groups[:1] if leaves_out else groups
-            return whitened(rewards[:, part], weights[:, part], tuple(own))
-
-    import_engine()
-    found = torch.cat(run_ranks(2, job), dim=1)
-    assert torch.allclose(found, alone) is not leaves_out

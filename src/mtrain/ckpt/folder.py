@@ -13,10 +13,11 @@ disk:
     frozen_00000.safetensors  pieces that no step changes, when adapters are trained: a link to the
                               file of the previous checkpoint, so that the disk holds it once
 
-Tensors are named `model/<key>`, `optim/<state>/<key>` and, of a frozen reference model,
-`reference/<key>`. In format 3 the hash of a block was
-sha256. In format 2 each piece had one hash. In format 1 each file had one, a weight was named by
-its bare key, and a state by its own name, a dot and the key. All are still read.
+Tensors are named `model/<key>`, `optim/<state>/<key>`, of a frozen reference model
+`reference/<key>`, and of a critic `critic/model/<key>` and `critic/optim/<state>/<key>`. In format
+3 the hash of a block was sha256. In format 2 each piece had one hash. In format 1 each file had
+one, a weight was named by its bare key, and a state by its own name, a dot and the key. All are
+still read.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ TEACHER = "teacher"
 """Fact of a manifest: the hash of the teacher that the run learns from."""
 SAMPLED = "sampled_with"
 """Fact of a manifest: the step whose weights sample the answers of the next step."""
+CRITIC = "critic/"
+"""Prefix of the names of a critic's tensors, before those that they have in a run of its own; and,
+without the stroke, the fact of a manifest with its counters.
+"""
 REFERENCE = "reference/"
 """Prefix of the names of the model's own tensors."""
 STREAMS = "by stage, data and context rank"

@@ -80,6 +80,15 @@ class TrainState:
     """
     sampled_saved: list[int] = field(default_factory=list)
     """The same of the last two saves: a resumed run needs these weights."""
+    critic: TrainState | None = None
+    """The critic's own chunks, optimizer and schedule; None without one."""
+    critic_is_given: bool = False
+    """True if the critic starts from weights of its own, and not from those of the policy."""
+
+    @property
+    def trained(self) -> list[Any]:
+        """Return the chunks of every model that is trained."""
+        return self.chunks + (self.critic.chunks if self.critic is not None else [])
 
 
 def save(
@@ -101,7 +110,7 @@ def save(
     prune = partial(_prune, root, policy_of(run, owner))
     algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
     # FSDP may hold less than a whole shard of a weight outside of a forward.
-    with sharding.gathered(state.chunks):
+    with sharding.gathered(state.trained):
         rng = rng_tensors(world)
         text = run_yaml(run.recorded())
         path = store.save(
@@ -141,7 +150,7 @@ def begin_save(
         "ranks": ranks.size,
         "state": _facts(run, world, state, data_facts, owner),
     }
-    with sharding.gathered(state.chunks):
+    with sharding.gathered(state.trained):
         algorithm = hashes.ALGORITHMS[run.checkpoint.hash]
         contents = [Contents.of(name, shards, rng_tensors(world), algorithm)]
         known = None if frozen is None else frozen.known()
@@ -186,7 +195,7 @@ def _shards(
     run: RunConfig, world: World, state: TrainState, owner: str
 ) -> tuple[list[Any], store.Frozen | None]:
     """Return the shards that a save writes, and those that no step changes."""
-    weights = sharding.model_shards(state.chunks)
+    weights = [*sharding.model_shards(state.chunks), *critic_shards(state, "model")]
     still = set()
     # With adapters the model itself does not change: its file is written once and linked.
     if run.peft.kind is not None:
@@ -196,6 +205,7 @@ def _shards(
         state.frozen.setdefault(owner, store.Frozen(kept))
     shards = [s for s in weights if id(s) not in still]
     shards += sharding.optimizer_shards(state.chunks, state.optimizer)
+    shards += critic_shards(state, "optimizer")
     if owner and RankEnv.here().machine is not None:
         return of_machine(shards, savers(world, run, owner)), state.frozen.get(owner)
     group = mcore.parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -208,10 +218,7 @@ def _facts(
     """Return the manifest's facts about the state except tensors, the same on every rank."""
     facts = {
         "consumed_samples": state.consumed_samples,
-        "schedule_steps": state.schedule.num_steps,
-        "optimizer_step": _agreed_step(world, optimizer_state.get_step(state.optimizer)),
-        "loss_scale": _loss_scale(state.optimizer),
-        "skipped_updates": state.skipped_updates,
+        **_counters(world, state),
         "grid": world.grid.sizes,
         "streams": folder.STREAMS,
         "digest": run.digest(),
@@ -220,6 +227,8 @@ def _facts(
     # Left out where no hook has a state: the files of such a run are those of earlier versions.
     if state.hooks:
         facts["hooks"] = state.hooks
+    if state.critic is not None:
+        facts[folder.CRITIC.rstrip("/")] = _counters(world, state.critic)
     if state.teacher_digest:
         facts[folder.TEACHER] = state.teacher_digest
     if state.sampled is not None:
@@ -231,6 +240,25 @@ def _facts(
         if env.machine is not None:
             facts[local.PART] = [env.machine, env.size // env.local_size]
     return facts
+
+
+def _counters(world: World, state: TrainState) -> dict[str, Any]:
+    """Return the counters of an optimizer and its schedule."""
+    return {
+        "schedule_steps": state.schedule.num_steps,
+        "optimizer_step": _agreed_step(world, optimizer_state.get_step(state.optimizer)),
+        "loss_scale": _loss_scale(state.optimizer),
+        "skipped_updates": state.skipped_updates,
+    }
+
+
+def _set_counters(state: TrainState, facts: dict[str, Any]) -> None:
+    optimizer_state.set_step(state.optimizer, facts["optimizer_step"])
+    _set_loss_scale(state.optimizer, facts["loss_scale"])
+    state.skipped_updates = facts.get("skipped_updates", 0)
+    state.schedule.num_steps = facts["schedule_steps"]
+    # without an increment: sets the rate of the restored step
+    state.schedule.step(0)
 
 
 def meeting_of(world: World, run: RunConfig) -> Meeting:
@@ -291,17 +319,13 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
     checkpoint.load(sharding.optimizer_shards_to_fill(state.chunks, state.optimizer))
     sharding.refresh(state.chunks, state.optimizer)
     facts = checkpoint.state
-    optimizer_state.set_step(state.optimizer, facts["optimizer_step"])
-    _set_loss_scale(state.optimizer, facts["loss_scale"])
+    _set_counters(state, facts)
+    _load_critic(checkpoint, state)
     state.step = checkpoint.step
     state.consumed_samples = facts["consumed_samples"]
-    state.skipped_updates = facts.get("skipped_updates", 0)
     state.hooks = facts.get("hooks", {})
     state.sampled = facts.get(folder.SAMPLED)
     state.sampled_saved = [] if state.sampled is None else [state.sampled]
-    state.schedule.num_steps = facts["schedule_steps"]
-    # without an increment: sets the rate of the restored step
-    state.schedule.step(0)
     if facts["grid"] == world.grid.sizes and facts.get("streams") == folder.STREAMS:
         apart = local.PART in facts
         tensors = checkpoint.rank_tensors(world.local_rank if apart else world.rank)
@@ -311,6 +335,24 @@ def load(checkpoint: store.Checkpoint, world: World, state: TrainState, *, seed:
             return True
     seed_generators(seed, world.coords, state.step)
     return False
+
+
+def _load_critic(checkpoint: store.Checkpoint, state: TrainState) -> None:
+    """Restore the critic with its optimizer; in a checkpoint of another objective, it begins."""
+    critic = state.critic
+    facts = checkpoint.state.get(folder.CRITIC.rstrip("/"))
+    if critic is None:
+        return
+    if facts is None:
+        begin_critic(state)
+        return
+    checkpoint.load(critic_shards(state, "model"))
+    checkpoint.load(
+        replace(shard, key=folder.CRITIC + shard.key)
+        for shard in sharding.optimizer_shards_to_fill(critic.chunks, critic.optimizer)
+    )
+    sharding.refresh(critic.chunks, critic.optimizer)
+    _set_counters(critic, facts)
 
 
 def load_model(checkpoint: store.Checkpoint, chunks: list[Any]) -> None:
@@ -334,6 +376,7 @@ def load_weights(checkpoint: store.Checkpoint, state: TrainState) -> None:
     load_model(checkpoint, state.chunks)
     begin_reference(state)
     renew(state)
+    begin_critic(state)
 
 
 def reference_shards(state: TrainState) -> list[sharding.TensorShard]:
@@ -348,6 +391,35 @@ def reference_shards(state: TrainState) -> list[sharding.TensorShard]:
         key = f"{folder.REFERENCE}scores.{part}"
         shards.append(sharding.TensorShard(key, *place, primary=first))
     return shards
+
+
+def critic_shards(state: TrainState, what: str) -> list[sharding.TensorShard]:
+    """Return the shards of the critic's `model` or `optimizer` on this rank; none without one."""
+    if state.critic is None:
+        return []
+    chunks = state.critic.chunks
+    shards = (
+        sharding.model_shards(chunks)
+        if what == "model"
+        else sharding.optimizer_shards(chunks, state.critic.optimizer)
+    )
+    return [replace(shard, key=folder.CRITIC + shard.key) for shard in shards]
+
+
+@torch.no_grad()
+def begin_critic(state: TrainState) -> None:
+    """Copy the weights of the policy, as they are now, to a critic that starts from them, whose
+    head stays as it was drawn.
+    """
+    critic = state.critic
+    if critic is None or state.critic_is_given:
+        return
+    for chunk, other in zip(state.chunks, critic.chunks, strict=True):
+        own = unwrap(chunk).state_dict()
+        for name, tensor in unwrap(other).state_dict().items():
+            if isinstance(tensor, torch.Tensor) and name != HEAD:
+                tensor.copy_(own[name])
+    renew(critic)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ and the log-probabilities that its tokens were sampled with.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -25,13 +25,17 @@ class Answer:
     """int64 [tokens]: the sampled tokens, at least one."""
     log_probabilities: np.ndarray
     """float32 [tokens]: nats of the sampled tokens."""
-    advantage: float = 0.0
+    advantages: np.ndarray | float = 0.0
+    """The advantage of each sampled token, or one number for all of them."""
     own: np.ndarray | None = None
     """bool [tokens]: False for a token that a tool or a user wrote, which nothing is learned from;
     None: the policy sampled all.
     """
     among: Sequence[Sequence[int]] = ()
     """The tokens that each was drawn among; empty: all."""
+    returns: np.ndarray | None = None
+    """The targets of a critic, and below its values; None: the run has no critic."""
+    values: np.ndarray | None = None
 
 
 def answer_batch(
@@ -44,7 +48,7 @@ def answer_batch(
     by 1 and counts `most_tokens` for an answer.
     """
     rows = []
-    beside = np.zeros((2, len(answers), length), np.float32)
+    beside = np.zeros((4, len(answers), length), np.float32)
     for place, answer in enumerate(answers):
         start = len(answer.prompt)
         end = start + len(answer.ids)
@@ -55,10 +59,16 @@ def answer_batch(
         learned[start:end] = True if answer.own is None else answer.own
         rows.append(Sample(tokens, learned, (0,), ()))
         # A label is the token after its place.
-        beside[0, place, start - 1 : end - 1] = answer.advantage * learned[start:end]
-        beside[1, place, start - 1 : end - 1] = answer.log_probabilities
+        labels = slice(start - 1, end - 1)
+        beside[0, place, labels] = answer.advantages * learned[start:end]
+        beside[1, place, labels] = answer.log_probabilities
+        if answer.returns is not None:
+            beside[2, place, labels] = answer.returns
+            beside[3, place, labels] = answer.values
     batch = collate(rows, packed=False)
-    batch["advantages"], batch["sampled_log_probabilities"] = torch.from_numpy(beside)
+    batch["advantages"], batch["sampled_log_probabilities"] = torch.from_numpy(beside[:2])
+    if any(answer.returns is not None for answer in answers):
+        batch["returns"], batch["old_values"] = torch.from_numpy(beside[2:])
     if any(answer.among for answer in answers):
         # A key of the model's, as those of a family.
         among = {"drawn_among": _among(answers, batch["labels"])}
@@ -88,8 +98,9 @@ class MockAnswers:
     proofs of layouts, where no policy samples.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, criticised: bool = False) -> None:
         self.source = source
+        self.criticised = criticised
 
     def answer(self, number: int) -> Answer:
         """Return the answer of a sample, a function of its number."""
@@ -99,16 +110,24 @@ class MockAnswers:
         end = max(start + 1, length + 1 - int(number) * 5 % (length // 2))
         dice = np.random.default_rng(int(number))
         values = dice.standard_normal(end - start + 1).astype(np.float32)
-        return Answer(window[:start], window[start:end], values[1:] / 50 - 5, float(values[0]))
+        answer = Answer(window[:start], window[start:end], values[1:] / 50 - 5, float(values[0]))
+        if not self.criticised:
+            return answer
+        more = dice.standard_normal((3, end - start)).astype(np.float32)
+        return replace(answer, advantages=more[0], returns=more[1], values=more[2])
 
 
-def answer_collator(source: Source, divisor: str, most_tokens: int) -> Collator:
-    """Return the collator of prompts for sampled answers, or of synthetic answers."""
+def answer_collator(
+    source: Source, divisor: str, most_tokens: int, *, criticised: bool = False
+) -> Collator:
+    """Return the collator of prompts for sampled answers, or of synthetic answers, which a critic
+    has judged if they are `criticised`.
+    """
 
     def collator(windows: torch.Tensor, numbers: np.ndarray) -> MicroBatch:
         if isinstance(source, PromptSamples):
             return collate([source.sample(number) for number in numbers], packed=False)
-        answers = MockAnswers(source)
+        answers = MockAnswers(source, criticised=criticised)
         rows = [answers.answer(number) for number in numbers]
         return answer_batch(rows, windows.shape[1] - 1, divisor, most_tokens)
 

@@ -66,7 +66,11 @@ class MicroBatch(TypedDict):
     mismatched_divergence: NotRequired[torch.Tensor]
     """float64 []: the divergence on answers to other prompts, which the step adds."""
     advantages: NotRequired[torch.Tensor]
-    """float32: how much better an answer is than its group, at its tokens."""
+    """float32: how much better an answer is than its group, or than expected, at its tokens."""
+    returns: NotRequired[torch.Tensor]
+    """float32: the target of a critic's value before each label."""
+    old_values: NotRequired[torch.Tensor]
+    """float32: that value when the answer was sampled."""
     sampled_log_probabilities: NotRequired[torch.Tensor]
     """float32: nats of each label in the distribution that it was sampled from."""
     old_log_probabilities: NotRequired[torch.Tensor]

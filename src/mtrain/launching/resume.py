@@ -234,7 +234,7 @@ PATHS = {
         "chat_template",
     ),
     "peft": ("init_from",),
-    "objective": ("teacher",),
+    "objective": ("teacher", "critic"),
     "rollout": ("reward_model",),
     "checkpoint": ("init_from",),
 }

@@ -1,4 +1,5 @@
-"""The teacher of a run that distils: refused before the run where it cannot teach.
+"""The teacher of a run that distils: refused before the run where it cannot teach; and the folder
+that a critic starts from.
 
 This module reads configurations and tokenizers, without torch.
 """
@@ -32,6 +33,8 @@ def problems(run: RunConfig, origins: Mapping[str, str], *, to_run: bool = True)
     """Return the problems of the teacher of a resolved run, the first kind only: it is missing, has
     another vocabulary, or does not run in this layout.
     """
+    if run.objective.criticises:
+        return _of_critic(run, origins, to_run=to_run)
     name = run.objective.teacher
     if run.objective.distils and run.objective.teacher_file is not None:
         return _of_a_file(run, origins, to_run=to_run)
@@ -73,6 +76,16 @@ def _of_a_file(run: RunConfig, origins: Mapping[str, str], *, to_run: bool) -> l
         origin = origins.get(FILE, "")
         return [replace(one, source=origin, severity=severity) for one in error.problems]
     return facts_problems(run, facts, origins.get(FILE, ""))
+
+
+def _of_critic(run: RunConfig, origins: Mapping[str, str], *, to_run: bool) -> list[Problem]:
+    key = "objective.critic"
+    name = run.objective.critic
+    if name is None or file_of_teacher(folder := Path(user_path(name))) is not None:
+        return []
+    why = f"{folder} has no run.yaml and no config.json"
+    severity: Severity = "error" if to_run else "warning"
+    return [Problem("MT374", key, name, why, FIX, origins.get(key, ""), severity)]
 
 
 def in_this_layout(run: RunConfig, teacher: RunConfig) -> list[str]:

@@ -17,6 +17,7 @@ from mtrain.models.count import (
     parameters,
 )
 from mtrain.models.registry import family_of
+from mtrain.plan.critic import critic_of
 from mtrain.plan.teacher import other_model_of
 
 __all__ = [
@@ -77,7 +78,9 @@ def state_bytes(run: RunConfig) -> int:
     of it; experts have as many copies as the expert grid has data-parallel ranks. Frozen
     parameters have only weights.
     """
-    return _own_state_bytes(run) + frozen_copy_bytes(run)
+    critic = critic_of(run)
+    judging = 0 if critic is None else _own_state_bytes(critic)
+    return _own_state_bytes(run) + frozen_copy_bytes(run) + judging
 
 
 def frozen_copy_bytes(run: RunConfig) -> int:

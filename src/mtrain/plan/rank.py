@@ -23,6 +23,7 @@ from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
 from mtrain.plan.count import TOKEN_BYTES
+from mtrain.plan.critic import critic_of
 from mtrain.plan.states import States, rank_states, stage_weights
 from mtrain.plan.teacher import other_model_of, teacher_of
 from mtrain.units import MIB, number_of
@@ -75,7 +76,7 @@ PARTS = (
 HOW = {
     "weights": (
         "counted: every tensor, with the padding of megatron-core's buffers, and a frozen"
-        " reference, teacher or model of rewards"
+        " reference, teacher, critic or model of rewards"
     ),
     "gradients": "counted: as the weights",
     "optimizer": "counted: main weights and moments of the part of a rank",
@@ -168,8 +169,8 @@ class StageMemory:
     @cached_property
     def _moments(self) -> tuple[dict[str, int], ...]:
         """Return the bytes of each part that varies: at the end of the last forward or within it,
-        in the backward after it, in the last forward of a teacher before them, and while answers
-        are sampled.
+        in the backward after it, in the last forward of a teacher before them, while answers are
+        sampled, and in the step of a critic.
         """
         losses = self._losses()
         lessons = self._lessons()
@@ -188,7 +189,16 @@ class StageMemory:
             "recompute": max(0, peak.held),
             "working": peak.transient,
         }
-        return forward, backward, self._teaching(lessons), self._sampling
+        critic = () if self.critic is None else self.critic._moments[:2]
+        return forward, backward, self._teaching(lessons), self._sampling, *critic
+
+    @cached_property
+    def critic(self) -> StageMemory | None:
+        """Return the same stage of a critic."""
+        other = critic_of(self.run)
+        if other is None:
+            return None
+        return _memory(other, Rank.of(other), self.stage, held_stages(other)[self.stage])
 
     @cached_property
     def _sampling(self) -> dict[str, int]:
@@ -291,6 +301,8 @@ class StageMemory:
             return "not known: the family does not count its saved tensors"
         if self._peak is self._sampling:
             return "while answers are sampled"
+        if self.critic is not None and any(self._peak is one for one in self.critic._moments):
+            return "in the step of the critic"
         micro = sum(self.in_flight[1])
         forward = self._peak is self._moments[0]
         loss = any(held.loss for held in self.held) and self.parts["working"] == self._loss_work()
@@ -317,6 +329,11 @@ class StageMemory:
         return found
 
     def _low_precision(self) -> int:
+        return self._own_low_precision() + (
+            0 if self.critic is None else self.critic._own_low_precision()
+        )
+
+    def _own_low_precision(self) -> int:
         # All experts of a layer are quantised at once.
         sizes: dict[tuple[int, str], int] = {}
         for chunk, held in enumerate(self.held):

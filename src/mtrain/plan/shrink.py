@@ -210,7 +210,7 @@ def _objective(run: RunConfig, small: ModelConfig) -> ObjectiveConfig:
     """
     o = run.objective
     if o.judges:
-        return o.model_copy(update={"group_size": 2})
+        return o.model_copy(update={"group_size": 2, "critic": None})
     if not o.distils:
         return o
     k = None if o.distil_top_k is None else min(o.distil_top_k, small.vocab_size // 2)

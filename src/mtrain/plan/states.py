@@ -19,6 +19,7 @@ from mtrain.config.schema.run import RunConfig
 from mtrain.layout.grid import RankGrid, held_stages, owners
 from mtrain.models.registry import family_of
 from mtrain.models.weights import Weight
+from mtrain.plan.critic import critic_of
 from mtrain.plan.teacher import other_model_of
 
 # For the distributed optimizer megatron-core pads the start of a weight to a multiple of START
@@ -57,6 +58,8 @@ class States:
     """Weights whose update needs the whole matrix, in the order of the buckets."""
     teacher: int = 0
     """Elements of the weights of a teacher or a model of rewards."""
+    critic: States | None = None
+    """The state of a critic."""
 
     @cached_property
     def numbers(self) -> Counter[str]:
@@ -82,18 +85,20 @@ class States:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Return the bytes of weights, and of those of frozen models next to them."""
+        """Return the bytes of weights, with those of a critic and of frozen models."""
         held = self._trained("weights") + self._frozen
         if self.run.objective.copies:
             held += sum(weight.numel for weight in self.weights)
-        return (held + self.teacher) * bytes_of(self.run.precision.format)
+        critic = 0 if self.critic is None else self.critic.weight_bytes
+        return (held + self.teacher) * bytes_of(self.run.precision.format) + critic
 
     @cached_property
     def gradient_bytes(self) -> int:
         """Return the bytes of gradients."""
         precision = self.run.precision
         each = bytes_of("fp32" if precision.grad_reduce_in_fp32 else precision.format)
-        return self._trained("gradients") * each
+        critic = 0 if self.critic is None else self.critic.gradient_bytes
+        return self._trained("gradients") * each + critic
 
     def optimizer_bytes(self, data_rank: int = 0) -> int:
         """Return the bytes of main weights and moments, for a rank of the data-parallel group.
@@ -115,14 +120,18 @@ class States:
                 if here > 0:
                     held += here * main + _moments(self.run, weight, here) * on_device
             total += -(-held // ranks) if sharded else held
-        return round(total) + self._factors[data_rank % len(self._factors)]
+        critic = 0 if self.critic is None else self.critic.optimizer_bytes(data_rank)
+        return round(total) + self._factors[data_rank % len(self._factors)] + critic
 
     @property
     def most_optimizer_bytes(self) -> int:
         """Return the bytes of the data-parallel rank with the most: ranks differ in the factors of
         whole matrices.
         """
-        return self.optimizer_bytes() - self._factors[0] + max(self._factors)
+        more = max(self._factors) - self._factors[0]
+        if self.critic is not None:
+            more += self.critic.most_optimizer_bytes - self.critic.optimizer_bytes()
+        return self.optimizer_bytes() + more
 
     @cached_property
     def _factors(self) -> list[int]:
@@ -175,7 +184,9 @@ def rank_states(run: RunConfig, stage: int) -> States:
     if teacher is not None:
         chunks = held_stages(teacher)[stage]
         taught = sum(weight.numel for held in chunks for weight in stage_weights(teacher, held))
-    return States(run, tuple(every), tuple(buckets), tuple(whole), taught)
+    critic = critic_of(run)
+    judging = None if critic is None else rank_states(critic, stage)
+    return States(run, tuple(every), tuple(buckets), tuple(whole), taught, judging)
 
 
 def bucket_size(run: RunConfig, grid: RankGrid, stage: int) -> int | None:

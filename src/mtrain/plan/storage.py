@@ -10,6 +10,7 @@ from mtrain.config.engine.formats import bytes_of
 from mtrain.config.schema.base import MOST
 from mtrain.config.schema.run import RunConfig
 from mtrain.models.weights import Weight, expert_tensors
+from mtrain.plan.critic import critic_of
 from mtrain.plan.fits import is_small
 from mtrain.plan.rank import StageMemory, stage_memories
 from mtrain.plan.states import factor_bytes, state_bytes_of, update_of
@@ -78,6 +79,9 @@ def storage_of(run: RunConfig, stages: Sequence[StageMemory]) -> Storage:
     linked = frozen if run.peft.kind is not None else 0
     exported = saves(run) // (run.checkpoint.hf_every or MOST) * weights
     reference = weights if run.objective.copies else 0
+    critic = critic_of(run)
+    if critic is not None:
+        trained += storage_of(critic, stage_memories(critic)).first
     first = trained + frozen + reference
     return Storage(first, trained + frozen - linked, at_once(run), exported)
 

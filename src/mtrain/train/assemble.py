@@ -20,6 +20,7 @@ from mtrain.data.batch import GlobalBatches, evaluation_samples
 from mtrain.mcore.adapter.ahead import stay_on_device
 from mtrain.models.registry import family_of, imported
 from mtrain.plan.teacher import has_reward_model
+from mtrain.train.critic_model import build_critic
 from mtrain.train.loop.context import TrainContext
 from mtrain.train.loop.dynamic import run_documents
 from mtrain.train.precomputed import prepare
@@ -90,6 +91,14 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
         state.teacher_digest = read_instead(run, splits, data)
     schedule = run_documents if run.parallel.hybrid_context_parallel else None
     context = TrainContext(run, world, state, train_data, valid_data, schedule)
+    critic = build_critic(context, drawn=drawn)
+    if critic is not None:
+        configure_schedule_hooks(run, critic.state.chunks, critic.state.optimizer)
+        if world.device.runs_ahead:
+            stay_on_device(critic.state.chunks[0].config)
+        context.critic = critic
+        state.critic = critic.state
+        state.critic_is_given = run.objective.critic is not None
     if isinstance(splits.train, PromptSamples):
         context.tokenizer = splits.tokenizer
         context.feed = RolloutFeed

@@ -1,4 +1,4 @@
-"""Advantages and losses of PPO with a critic, as pure functions of tokens; nothing calls them yet.
+"""Advantages and losses of PPO with a critic, as pure functions of tokens.
 
 Every function returns sums or values of tokens: only the trainer divides.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 SMALL = 1e-8
@@ -52,32 +51,18 @@ def generalized_advantages(
     return Estimates(advantages, torch.where(counts, advantages + values, 0.0))
 
 
-def whitened(
-    advantages: Tensor, weights: Tensor, groups: tuple[dist.ProcessGroup, ...] = ()
-) -> Tensor:
-    """Return advantages with mean 0 and variance 1 over all tokens that count.
-
-    `groups` are the ranks with other tokens: those of data parallelism, and of context parallelism,
-    without which a rank would whiten its part of the sequences by itself.
+def whitened(advantages: Tensor, weights: Tensor) -> Tensor:
+    """Return advantages with mean 0 and variance 1 over all tokens that count, [answers, tokens] of
+    the whole global batch.
 
     Raises:
         ValueError: fewer than two tokens count, so that they have no variance.
     """
-    counts = (weights > 0).double()
-    wide = advantages.double() * counts
-    sums = _over(torch.stack([wide.sum(), counts.sum()]), groups)
-    if sums[1] < 2:
-        raise ValueError(f"advantages of {int(sums[1])} tokens have no variance")
-    mean = sums[0] / sums[1]
-    squares = _over(((wide - mean) * counts).square().sum(), groups)
-    scaled = (wide - mean) * (squares / (sums[1] - 1) + SMALL).rsqrt()
-    return (scaled * counts).to(advantages.dtype)
-
-
-def _over(sums: Tensor, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
-    for group in groups:
-        dist.all_reduce(sums, group=group)
-    return sums
+    counted = advantages[weights > 0].double()
+    if len(counted) < 2:
+        raise ValueError(f"advantages of {len(counted)} tokens have no variance")
+    scaled = (advantages.double() - counted.mean()) * (counted.var() + SMALL).rsqrt()
+    return torch.where(weights > 0, scaled, 0.0).to(advantages.dtype)
 
 
 def value_losses(

@@ -13,7 +13,7 @@ import torch
 from mtrain.ckpt.folder import MODEL
 from mtrain.config.schema.run import RunConfig
 from mtrain.convert.boxes import Box, boxes_from_family
-from mtrain.convert.huggingface.model import open_matching, tables
+from mtrain.convert.huggingface.model import HEAD, SCORE, open_matching, tables
 from mtrain.convert.huggingface.reader import Reader
 from mtrain.convert.match import check_shape, match
 from mtrain.convert.raw_arrays import as_tensor
@@ -36,6 +36,10 @@ def load_folder(run: RunConfig, source: Path, chunks: list[Any]) -> None:
     shards = defaultdict[str, list[TensorShard]](list)
     for shard in model_shards(chunks):
         shards[shard.key].append(shard)
+    # A folder of a model that writes text has no value head: the drawn one stays.
+    if run.model.head and SCORE not in reader.names:
+        del boxes[HEAD]
+        shards.pop(MODEL + HEAD, None)
     left = {key: sum(prod(shard.shape) for shard in held) for key, held in shards.items()}
     for step in match(tables(kind, run.model), run.model, boxes, reader.names).steps:
         tick()

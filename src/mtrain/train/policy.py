@@ -1,6 +1,6 @@
-"""Losses of sampled answers, from log-probabilities of tokens: the common part of grpo and rloo.
+"""Losses of sampled answers, from log-probabilities of tokens: the common part of their objectives.
 
-An answer's advantage is a function of the rewards of the whole global batch. A loss is a function
+Advantages are a function of the rewards of the whole global batch. A loss is a function
 of the tokens of a micro-batch, and is a weighted sum: only the trainer divides, by the count of
 `ObjectiveConfig.divisor` over the global batch.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mtrain.train.critic import Estimates
 from mtrain.train.objectives import MAX, Batch, Metric, Objective
 from mtrain.train.objectives.next_token import COUNT, LOSS, TOKENS
 from mtrain.train.pairs import REFERENCE
@@ -66,10 +67,18 @@ class PolicyObjective(Objective):
     """A loss of answers that the policy sampled."""
 
     reads_log_probabilities = True
+    per_token = False
+    """True if each token has an advantage of its own, by `estimates` instead of `advantages`."""
 
     def advantages(self, rewards: np.ndarray) -> np.ndarray:
         """Return the advantage of each answer of a global batch, float64 [groups, answers], from
         their rewards in the same shape: a pure function, so every rank has the same.
+        """
+        raise NotImplementedError
+
+    def estimates(self, rewards: Tensor, values: Tensor, weights: Tensor) -> Estimates:
+        """Return the advantage and the return of each token of a global batch, not whitened; all
+        are [answers, tokens], as in `generalized_advantages`.
         """
         raise NotImplementedError
 
@@ -83,7 +92,7 @@ class PolicyObjective(Objective):
         """
         o = self.run.objective
         corrected = (IMPORTANCE,) if o.importance != "none" else ()
-        return (*METRICS, *((KL,) if o.refers else ()), *corrected)
+        return (*METRICS, *((KL,) if o.loss_refers else ()), *corrected)
 
     def loss(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Sequence[Metric]]:
         """Return the weighted sum of a micro-batch; `output` holds the log-probability of each
@@ -102,7 +111,7 @@ class PolicyObjective(Objective):
         judged = self.judge(tokens, group)
         losses = judged.losses
         divergence = torch.zeros_like(output)
-        if o.refers:
+        if o.loss_refers:
             divergence = divergence_of(output, batch[REFERENCE], o.kl_estimator)
             losses = losses + o.kl_coef * divergence
         importance = torch.ones_like(losses)
@@ -126,9 +135,11 @@ class PolicyObjective(Objective):
         # Padding has labels too, which nobody sampled.
         gap = torch.where(tokens.weights > 0, tokens.old.double() - sampled.double(), 0.0)
         ratio = gap.exp()
+        moved = torch.where(tokens.weights > 0, tokens.old.double() - tokens.current.double(), 0.0)
         values = {
             "tokens": torch.ones_like(gap),
             "clip_share": clipped.double(),
+            "approximate_kl": moved,
             "sampler_gap": gap.abs(),
             "gen_kl_error": ratio - 1 - gap,
             "sampler_outside_band": ((ratio - 1).abs() > BAND).double(),

@@ -115,8 +115,8 @@ def train(
                 with watching(run, world, errors, end):
                     context = assemble(run, world, splits)
                     if run.resilience.in_process:
-                        track(context.state.chunks)
-                        track(p for chunk in context.state.chunks for p in chunk.parameters())
+                        track(context.state.trained)
+                        track(p for chunk in context.state.trained for p in chunk.parameters())
                     context.stop = stop
                     context.meter = meter
                     startup.mark(startup.BUILDING)

@@ -206,6 +206,8 @@ _DEFAULTS: dict[str, Callable[[RunConfig], Any]] = {
         for name, spec in OPTIMIZERS.items()
         for key, get in spec.defaults.items()
     },
+    "objective.group_size": lambda r: r.objective.whole,
+    "objective.critic_lr": lambda r: 10 * r.optim.lr,
     "objective.reference": lambda r: "adapter_off" if r.peft.kind else "frozen",
     "peft.target": _adapted,
     "model.rope_scaling.original_max_position_embeddings": lambda r: (

@@ -27,7 +27,7 @@ ENCODERS = ("bert", "t5", "llava")
         "MT328",
         help=(
             "Use data=preference with dpo, ipo, kto, orpo, simpo, reward; data=prompts with grpo,"
-            " rloo."
+            " rloo, ppo, reinforce_pp."
         ),
         example="data.kind=preference data.path=pairs.jsonl data.tokenizer=tokenizer.json",
     ),
@@ -60,7 +60,8 @@ def objective_samples(run: RunConfig) -> Iterator[Finding]:
     reads=(
         f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy trainer.loss_average"
         " trainer.cuda_graph_impl data.kind data.packed data.fim.rate objective.reference"
-        " objective.kl_coef parallel.fsdp parallel.hybrid_context_parallel"
+        " objective.kl_coef objective.kl_in_reward parallel.fsdp"
+        " parallel.hybrid_context_parallel"
     ),
 )
 def objective_terms(run: RunConfig) -> Iterator[Finding]:
@@ -108,6 +109,12 @@ def objective_terms(run: RunConfig) -> Iterator[Finding]:
             "none",
             "the copy of objective.reference=frozen is not sharded",
         ),
+        (
+            "parallel.fsdp",
+            run.objective.criticises and run.parallel.fsdp != "none",
+            "none",
+            "the critic of objective ppo starts from weights that are whole on a rank",
+        ),
     )
     for key, is_set, off, why in terms:
         if is_set:
@@ -132,7 +139,7 @@ def objective_family(run: RunConfig) -> Iterator[Finding]:
     """Cannot compute the loss because the model is no decoder of text only, or has no such head."""
     o = run.objective
     family = run.model.family
-    headless = (o.reads_values or run.model.head is not None) and family != "gpt"
+    headless = (o.reads_values or o.criticises or run.model.head is not None) and family != "gpt"
     if ((o.answers or o.distils) and family in ENCODERS) or headless:
         detail = f"model.family is {family}"
         hint = "model=llama_tiny, or another decoder-only model"
@@ -193,7 +200,12 @@ def _labelled(run: RunConfig) -> bool:
     return form_of_preferences(run.data.path) == "labels"
 
 
-@rule("MT333", reads=f"{NAME} objective.reference objective.kl_coef data.kind data.packed")
+@rule(
+    "MT333",
+    reads=(
+        f"{NAME} objective.reference objective.kl_coef objective.kl_in_reward data.kind data.packed"
+    ),
+)
 def precomputed_reference(run: RunConfig) -> Iterator[Finding]:
     """Require answers that are known before training where the reference is computed then."""
     o = run.objective

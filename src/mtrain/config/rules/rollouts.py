@@ -17,6 +17,7 @@ from mtrain.config.schema.run import RunConfig
 NAME = "objective.name"
 GROUP = "objective.group_size"
 BATCH = "trainer.global_batch_size"
+KL = "objective.kl_in_reward"
 REWARDS = "rollout.rewards"
 SCORER = "rollout.reward_model"
 URL = "rollout.reward_url"
@@ -53,13 +54,40 @@ def whole_groups(run: RunConfig) -> Iterator[Finding]:
     o = run.objective
     if not o.judges:
         return
-    if o.whole == 1:
+    if o.whole == 1 and o.groups:
         yield Finding("MT339", GROUP, f"objective.name is {o.name}", each(GROUP, [8, 4, 2]))
     elif odd := [size for _, size in stages(run) if size % o.whole]:
         sizes = multiples(run.trainer.batch, o.whole)
         detail = f"{odd[0]} samples, groups of {o.whole}"
         groups = [n for n in (o.whole // 2, 4, 2) if n > 1 and run.trainer.batch % n == 0]
         yield Finding("MT347", BATCH, detail, [*each(BATCH, sizes), *each(GROUP, groups)])
+
+
+@rule(
+    Code(
+        "MT336",
+        help="Use objective.reference=frozen.",
+        example=f"objective=ppo data=mock data.seq_length=64 {KL}=0.1 objective.reference=none",
+    ),
+    reads=f"{NAME} {KL} objective.kl_coef objective.reference",
+)
+def divergence_in_reward(run: RunConfig) -> Iterator[Finding]:
+    """Cannot take the divergence from the reference off rewards because there is no reference."""
+    o = run.objective
+    if o.judges and o.kl_in_reward and o.reference == "none":
+        fixes = [*each("objective.reference", ["frozen"]), {KL: 0.0}]
+        yield Finding("MT336", KL, "objective.reference is none", fixes)
+
+
+@rule(
+    Code("MT379", example="objective=ppo data=mock data.seq_length=64 objective.gamma=1.5"),
+    reads=f"{NAME} objective.gamma",
+)
+def discount(run: RunConfig) -> Iterator[Finding]:
+    """Cannot discount rewards because the factor is above 1, so they would grow with distance."""
+    o = run.objective
+    if o.judges and o.gamma is not None and o.gamma > 1:
+        yield Finding("MT379", "objective.gamma", f"{o.gamma:g}", each("objective.gamma", [1.0]))
 
 
 @rule(

@@ -13,8 +13,9 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 PAIRS = (*WITH_REFERENCE, "orpo", "simpo", "reward")
 # Objectives of answers that the policy itself samples.
-ROLLOUTS = ("grpo", "rloo")
-AHEAD = "objective.name=grpo|rloo and rollout.engine=openai|sglang|transformers"
+GROUPED = ("grpo", "rloo")
+ROLLOUTS = (*GROUPED, "ppo", "reinforce_pp")
+AHEAD = "objective.name=grpo|rloo|ppo|reinforce_pp and rollout.engine=openai|sglang|transformers"
 PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 DRAWN = "drawn"
 """Word for a teacher with weights from another seed: of the student's shape, or with `:NAME` behind
@@ -30,7 +31,8 @@ class ObjectiveConfig(Section):
     the model's family masks or writes; label_smoothing: the same with a share of each label for
     every token of the vocabulary. distil: the divergence from a teacher. Of pairs of answers: dpo,
     ipo, kto, orpo, simpo, and reward, which trains a model of rewards; of answers that the policy
-    samples and rewards judge: grpo, rloo; see docs/post_training.md. Installed packages publish
+    samples and rewards judge: grpo, rloo, ppo, which trains a critic, too, and reinforce_pp; see
+    docs/post_training.md. Installed packages publish
     others under the entry point group `mtrain.objectives`.
     """
     beta: Annotated[
@@ -75,10 +77,15 @@ class ObjectiveConfig(Section):
     """
     gamma: Annotated[
         NonNegativeFloat | None,
-        Key(when="objective.name=simpo", null=1.0, aka="simpo_gamma target_reward_margin"),
+        Key(
+            when="objective.name=simpo|ppo|reinforce_pp",
+            null=1.0,
+            aka="simpo_gamma target_reward_margin discount",
+        ),
     ] = None
     """simpo: the margin between the rewards of both answers (arXiv:2405.14734, which has 0.3 to
-    1.6). null: 1.0.
+    1.6). ppo, reinforce_pp: the discount of a reward for each token before it, at most 1 (Schulman
+    et al. 2015, arXiv:1506.02438). null: 1.0.
     """
     center_weight: Annotated[
         NonNegativeFloat,
@@ -98,27 +105,30 @@ class ObjectiveConfig(Section):
     """kto: the weight of answers that are not desirable (arXiv:2402.01306, lambda_U)."""
     reference: Annotated[
         Reference | None,
-        Key(when="objective.name=dpo|ipo|kto|grpo|rloo", aka="ref_model reference_model"),
+        Key(
+            when="objective.name=dpo|ipo|kto|grpo|rloo|ppo|reinforce_pp",
+            aka="ref_model reference_model",
+        ),
     ] = None
     """The model that the policy is compared with. frozen: a copy of the starting weights, in the
     layout of the policy, without gradients and optimizer state; checkpoints hold it. adapter_off:
     the policy without its adapters, which needs no copy. precomputed: a number for each answer that
     the run reads, computed with the starting weights before the first step; checkpoints hold them.
     none: log-ratios are log-probabilities.
-    grpo and rloo have one if kl_coef is above 0.
+    grpo, rloo, ppo and reinforce_pp have one if kl_coef or kl_in_reward is above 0.
     null: adapter_off with adapters, else frozen.
     """
     group_size: Annotated[
         PositiveInt | None,
         Key(
-            when="objective.name=grpo|rloo",
-            null=8,
+            when="objective.name=grpo|rloo|ppo|reinforce_pp",
             aka="num_generations n_samples_per_prompt num_generations_per_prompt rollout.n",
         ),
     ] = None
-    """grpo, rloo: the answers to each prompt, whose rewards are compared. A sample is one answer,
-    and a step has whole groups. null: 8, as in TRL 1.16 (Shao et al. 2024, arXiv:2402.03300, have
-    64).
+    """grpo, rloo: the answers to each prompt, whose rewards are compared; ppo, reinforce_pp: the
+    answers to each prompt, which are not compared. A sample is one answer, and a step has whole
+    groups. null: 8 for grpo and rloo, as in TRL 1.16 (Shao et al. 2024, arXiv:2402.03300, have 64);
+    1 for ppo and reinforce_pp.
     """
     policy_loss: Annotated[
         PolicyLoss | None,
@@ -142,35 +152,35 @@ class ObjectiveConfig(Section):
     clip_ratio_low: Annotated[
         Annotated[float, Field(gt=0, le=1)] | None,
         Key(
-            when="objective.name=grpo|rloo",
+            when="objective.name=grpo|rloo|ppo|reinforce_pp",
             null=0.2,
             aka="epsilon ratio_clip_min eps_clip clip_ratio",
         ),
     ] = None
-    """grpo, rloo: a ratio below 1 minus this gains nothing more from a worse answer. cispo: the
-    least weight is 1 minus this. With one update for each sampled batch, ratios are exactly 1
-    unless the sampler is behind. null: 0.2 (Schulman et al. 2017, arXiv:1707.06347).
+    """grpo, rloo, ppo, reinforce_pp: a ratio below 1 minus this gains nothing more from a worse
+    answer. cispo: the least weight is 1 minus this. With one update for each sampled batch, ratios
+    are exactly 1 unless the sampler is behind. null: 0.2 (Schulman et al. 2017, arXiv:1707.06347).
     """
     clip_ratio_high: Annotated[
         PositiveFloat | None,
         Key(
-            when="objective.name=grpo|rloo",
+            when="objective.name=grpo|rloo|ppo|reinforce_pp",
             null=0.2,
             aka="epsilon_high ratio_clip_max eps_clip_high",
         ),
     ] = None
-    """grpo, rloo: a ratio above 1 plus this gains nothing more from a better answer; DAPO has 0.28
-    (arXiv:2503.14476). cispo: the largest weight is 1 plus this. null: 0.2.
+    """grpo, rloo, ppo, reinforce_pp: a ratio above 1 plus this gains nothing more from a better
+    answer; DAPO has 0.28 (arXiv:2503.14476). cispo: the largest weight is 1 plus this. null: 0.2.
     """
     kl_coef: Annotated[
         NonNegativeFloat,
         Key(
-            when="objective.name=grpo|rloo",
+            when="objective.name=grpo|rloo|ppo|reinforce_pp",
             aka="kl_loss_coef reference_policy_kl_penalty init_kl_coef",
         ),
     ] = 0.0
-    """grpo, rloo: the weight of the divergence from the reference, which is added to the loss of
-    each token (arXiv:2402.03300 has 0.04). 0, as in TRL 1.16: no reference.
+    """grpo, rloo, ppo, reinforce_pp: the weight of the divergence from the reference, which is
+    added to the loss of each token (arXiv:2402.03300 has 0.04). 0, as in TRL 1.16: none.
     """
     kl_estimator: Annotated[
         Literal["k1", "k2", "k3"],
@@ -178,6 +188,49 @@ class ObjectiveConfig(Section):
     ] = "k3"
     """kl_coef: the estimate from x, the log-ratio of reference to policy: k1: -x; k2: x^2 / 2; k3:
     exp(x) - 1 - x (Schulman 2020, http://joschu.net/blog/kl-approx.html).
+    """
+    kl_in_reward: Annotated[
+        NonNegativeFloat,
+        Key(
+            when="objective.name=grpo|rloo|ppo|reinforce_pp",
+            aka="use_kl_in_reward algorithm.kl_ctrl.kl_coef kl_penalty_coef",
+        ),
+    ] = 0.0
+    """grpo, rloo, ppo, reinforce_pp: the factor of log(policy / reference) of each sampled token
+    (the estimate k1), which is subtracted from rewards: from that of its token, or, where an answer
+    has one advantage (grpo, rloo), their sum from that of the answer (Ouyang et al. 2022,
+    arXiv:2203.02155, section 3.4, which has 0.02). The policy is the one that sampled. 0: none.
+    """
+    critic: Annotated[
+        str | None, Key(when="objective.name=ppo", aka="critic_model value_model")
+    ] = None
+    """ppo: the model that the critic starts from, a Hugging Face folder, or a run or checkpoint
+    folder, such as that of a model of rewards. It has the architecture of the policy with a value
+    head, which is drawn where the folder has none, and its layout. null: the weights that the
+    policy starts from, with a drawn head. Checkpoints hold the critic: a resumed run does not read
+    the folder.
+    """
+    critic_lr: Annotated[
+        PositiveFloat | None, Key(when="objective.name=ppo", aka="critic_learning_rate critic.lr")
+    ] = None
+    """ppo: the largest learning rate of the critic, which has the optimizer and the schedule of the
+    policy; its other rates are to this one as those of the policy are to optim.lr. null: 10 times
+    optim.lr (verl 0.9.1 has 1e-5 and 1e-6).
+    """
+    gae_lambda: Annotated[
+        Annotated[float, Field(ge=0, le=1)] | None,
+        Key(when="objective.name=ppo", null=1.0, aka="lam gae_lam"),
+    ] = None
+    """ppo: the weight of the errors of further tokens in an advantage (arXiv:1506.02438, equation
+    16). 1: the sum of the rewards less the value; 0: the error of the token itself. null: 1.0, as
+    in verl 0.9.1.
+    """
+    value_clip: Annotated[
+        PositiveFloat | None,
+        Key(when="objective.name=ppo", null=0.2, aka="cliprange_value vf_clip"),
+    ] = None
+    """ppo: a value further than this from that of the rollout has the larger loss of both (Engstrom
+    et al. 2020, arXiv:2005.12729, section 3). null: 0.2, as in TRL's PPO.
     """
     teacher: Annotated[
         str | None,
@@ -238,15 +291,15 @@ class ObjectiveConfig(Section):
     importance: Annotated[
         Literal["none", "truncated", "masked", "sequence_masked"],
         Key(
-            when="objective.name=grpo|rloo",
+            when="objective.name=grpo|rloo|ppo|reinforce_pp",
             aka="vllm_importance_sampling_mode use_importance_sampling_correction rollout_is",
         ),
     ] = "none"
-    """grpo, rloo: the weight of a token's loss, from the ratio of the trainer's probability to the
-    sampler's, for a sampler that computes differently or has older weights. truncated: the ratio,
-    at most importance_cap (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl); masked: the
-    ratio, 0 outside of 1 / importance_cap to importance_cap; sequence_masked: the same with the
-    ratio of the whole answer. none: 1.
+    """grpo, rloo, ppo, reinforce_pp: the weight of a token's loss, from the ratio of the trainer's
+    probability to the sampler's, for a sampler that computes differently or has older weights.
+    truncated: the ratio, at most importance_cap (Yao et al. 2025,
+    https://fengyao.notion.site/off-policy-rl); masked: the ratio, 0 outside of 1 / importance_cap
+    to importance_cap; sequence_masked: the same with the ratio of the whole answer. none: 1.
     """
     importance_cap: Annotated[
         Annotated[float, Field(gt=1)],
@@ -291,8 +344,13 @@ class ObjectiveConfig(Section):
 
     @property
     def refers(self) -> bool:
-        """Return whether the loss reads log-probabilities of a reference model."""
+        """Return whether log-probabilities of a reference model are read."""
         return self.compares and self.reference != "none"
+
+    @property
+    def loss_refers(self) -> bool:
+        """Return whether the loss itself reads them, not only rewards."""
+        return self.refers and (not self.judges or self.kl_coef > 0)
 
     @property
     def mismatches(self) -> bool:
@@ -321,13 +379,24 @@ class ObjectiveConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """Return whether the loss may have a reference."""
-        return self.name in WITH_REFERENCE or (self.judges and self.kl_coef > 0)
+        """Return whether the run may have a reference."""
+        divergence = self.kl_coef > 0 or self.kl_in_reward > 0
+        return self.name in WITH_REFERENCE or (self.judges and divergence)
 
     @property
     def judges(self) -> bool:
         """Return whether the loss reads rewards of answers that the policy samples."""
         return self.name in ROLLOUTS
+
+    @property
+    def groups(self) -> bool:
+        """Return whether the rewards of the answers to a prompt are compared."""
+        return self.name in GROUPED
+
+    @property
+    def criticises(self) -> bool:
+        """Return whether a run trains a critic, too."""
+        return self.name == "ppo"
 
     @property
     def rolls(self) -> bool:
@@ -355,5 +424,5 @@ class ObjectiveConfig(Section):
     def whole(self) -> int:
         """Return the samples of a step that belong together."""
         if self.judges:
-            return self.group_size or 8
+            return self.group_size or (8 if self.groups else 1)
         return 2 if self.pairs else 1

@@ -15,10 +15,10 @@ from mtrain.config.schema.base import (
     Section,
 )
 
-WITH_REWARDS = "objective.name=grpo|rloo"
+WITH_REWARDS = "objective.name=grpo|rloo|ppo|reinforce_pp"
 JUDGED = f"{WITH_REWARDS} and rollout.rewards"
 ACTED = f"{WITH_REWARDS} and rollout.environment"
-SAMPLED = "objective.name=grpo|rloo|distil"
+SAMPLED = "objective.name=grpo|rloo|ppo|reinforce_pp|distil"
 SERVED = f"{SAMPLED} and rollout.engine=openai|sglang|transformers"
 REMOTE = f"{SAMPLED} and rollout.engine=openai|sglang"
 MODEL = "model"
@@ -85,7 +85,10 @@ class RolloutConfig(Section):
     """
     resample: Annotated[
         NonNegativeInt,
-        Key(when=WITH_REWARDS, aka="max_num_gen_batches dynamic_sampling filter_groups"),
+        Key(
+            when="objective.name=grpo|rloo",
+            aka="max_num_gen_batches dynamic_sampling filter_groups",
+        ),
     ] = 0
     """The most times that groups with equal rewards, which teach nothing, are replaced by answers
     to later prompts (dynamic sampling of DAPO, arXiv:2503.14476, equation 11). What is equal after

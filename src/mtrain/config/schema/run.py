@@ -87,7 +87,8 @@ class UnresolvedRun(Section):
         default_factory=ObjectiveConfig
     )
     rollout: Annotated[
-        RolloutConfig, Key(effect=Effect.NUMERICS, when="objective.name=grpo|rloo|distil")
+        RolloutConfig,
+        Key(effect=Effect.NUMERICS, when="objective.name=grpo|rloo|ppo|reinforce_pp|distil"),
     ] = Field(default_factory=RolloutConfig)
     kernels: Annotated[KernelsConfig, Key(effect=Effect.PARALLELISM)] = Field(
         default_factory=KernelsConfig

@@ -71,7 +71,8 @@ def collator(run: RunConfig, splits: Splits, part: str) -> Collator:
         )
     if run.objective.rolls:
         most = run.rollout.tokens(data.length)
-        return answer_collator(source, run.objective.divisor, most)
+        o = run.objective
+        return answer_collator(source, o.divisor, most, criticised=o.criticises)
     if isinstance(source, ChatSamples):
         return chat_collator(source)
     if isinstance(source, WholeDocuments | BlendOfDocuments):

@@ -41,6 +41,7 @@ HOW = {
     "pp": "activations to the next stage and gradients back",
     "bubble": "the slowest stage waits while the pipeline fills and drains",
     "reference": "forwards of a teacher or a reference, and of further answers",
+    "critic": "a critic's forward over the answers of a step, and its own step",
     "dp": "gradients and weights of data-parallel ranks, where no computation hides them",
     "optimizer": (
         "the update: its state read and written, and products of whole matrices (muon, soap)"

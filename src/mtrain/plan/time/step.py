@@ -16,6 +16,7 @@ from mtrain.layout.grid import RankGrid, held_stages
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.count import flops_of_token
+from mtrain.plan.critic import critic_of
 from mtrain.plan.rank import stage_kind
 from mtrain.plan.states import Matrix, matrices_of, stage_weights
 from mtrain.plan.teacher import teacher_of
@@ -37,6 +38,7 @@ PARTS = (
     "pp",
     "bubble",
     "reference",
+    "critic",
     "dp",
     "optimizer",
     "offload",
@@ -203,6 +205,12 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
         other = step_work(teacher)
         each = [sum(micro_batch(other, stage, device, reached).values()) for stage in other.stages]
         parts["reference"] += _forward(other, each, number, device, reached)
+    critic = critic_of(run)
+    if critic is not None:
+        other = step_work(critic)
+        each = [sum(micro_batch(other, stage, device, reached).values()) for stage in other.stages]
+        values = _forward(other, each, number, device, reached)
+        parts["critic"] = values + priced(other, device, reached).seconds
     parts["host"] += _begun(work, work.stages[slowest], device, reached)
     seconds = sum(parts.values())
     tokens = run.trainer.batch * run.data.length / p.ranks / seconds
@@ -214,9 +222,11 @@ def priced(work: StepWork, device: Device, reached: Efficiencies) -> StepTime:
 def further_forwards(run: RunConfig) -> int:
     """Return how often a step reads its samples in forwards without a backward."""
     o = run.objective
-    compared = int(o.refers and o.reference != "precomputed")
+    compared = int(o.loss_refers and o.reference != "precomputed")
+    # A divergence in the reward is that of the policy from its reference.
+    rewarded = 2 * int(o.judges and o.kl_in_reward > 0)
     # The policy and its reference both read answers to other prompts.
-    return compared * (1 + o.mismatches) + o.mismatches
+    return compared * (1 + o.mismatches) + o.mismatches + rewarded
 
 
 def _forward(

@@ -209,6 +209,7 @@ PARTS = {
     "pp": "sends between stages",
     "bubble": "the pipeline bubble",
     "reference": "forwards of a reference or teacher",
+    "critic": "the step of the critic",
     "dp": "data-parallel communication",
     "optimizer": "the optimizer",
     "offload": "the optimizer in host memory",

@@ -306,8 +306,14 @@ class Costs:
     def _piece(self, work: StepWork, graph: Graph) -> Piece:
         done = work_of(graph)
         device, host = sides(work, done, self.device, self.reached)
-        if further := further_forwards(work.run):
-            again = 1 + further * forward_share(work, done, self.device, self.reached)
+        further = further_forwards(work.run)
+        # A critic runs once for values and once in its own step, without an output layer.
+        judged = work.run.objective.criticises and not any(
+            op.name.endswith("loss") for op in graph.ops
+        )
+        if further or judged:
+            forward = forward_share(work, done, self.device, self.reached)
+            again = 1 + further * forward + judged * (1 + forward)
             device *= again
             host *= again
         weights = weights_of(done, grouped=True), weights_of(done, grouped=False)
@@ -401,9 +407,14 @@ class Costs:
         flow = flow or self.flow(run)
         least = self._beside(run) + frozen_copy_bytes(run) / run.parallel.ranks
         state = self._state(run)
-        return least + max(
-            size + state.bytes(experts, others) for size, experts, others in flow.ranks
-        )
+        found = []
+        for size, experts, others in flow.ranks:
+            held = state.bytes(experts, others)
+            if run.objective.criticises:
+                # Only the last stage has the output layer that a critic lacks: this is a bound.
+                held += state.bytes(experts, max(0.0, others - table(run)))
+            found.append(size + held)
+        return least + max(found)
 
     def _state(self, run: RunConfig) -> State:
         """Return the bytes of an element's state, cached by all that decides them."""

@@ -60,6 +60,14 @@ class Feed(Protocol):
     def close(self) -> None: ...
 
 
+class Critic(Protocol):
+    """A second model that is trained with the policy; see `train.critic_model`."""
+
+    def values(self, batches: Sequence[Batch]) -> list[torch.Tensor]: ...
+
+    def learn(self, batches: Sequence[Batch], step: int) -> None: ...
+
+
 @dataclass
 class TrainContext:
     """The model, data and state of a run on this rank, which all steps share."""
@@ -83,6 +91,8 @@ class TrainContext:
     """
     feed: Callable[[TrainContext], Feed] | None = None
     """A function that returns the source of training samples; None: a `BatchPrefetcher`."""
+    critic: Critic | None = None
+    """The critic of an objective that has one."""
     tokenizer: Path | None = None
     """The `tokenizer.json` of answers that are sampled."""
     valid_answers: Callable[[TrainContext], Mapping[str, float] | None] | None = None

@@ -78,6 +78,10 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
     scale, may_fall = loss_scale(state.optimizer) or (None, False)
     with clock.phase("optimizer"):
         updated, norm, lr = update(state, context.run.optim.schedule_counts)
+    if context.critic is not None:
+        begin_phase("critic")
+        with clock.phase("critic"):
+            context.critic.learn(batches, state.step + 1)
     context.hooks.call("after_update", context)
     state.step += 1
     state.consumed_samples += size
@@ -277,11 +281,15 @@ def scored(context: TrainContext, batches: Sequence[Batch]) -> Sequence[Batch]:
     """
     o = context.run.objective
     given = o.reference == "precomputed"
-    if given or not (o.refers or o.mismatches) or any(ADDED & batch.keys() for batch in batches):
+    if (
+        given
+        or not (o.loss_refers or o.mismatches)
+        or any(ADDED & batch.keys() for batch in batches)
+    ):
         return batches
     begin_phase("reference")
     added: list[dict[str, torch.Tensor]] = [{} for _ in batches]
-    if o.refers:
+    if o.loss_refers:
         found = log_probabilities(context, batches, o.reference)
         for own, values in zip(added, found, strict=False):
             own[REFERENCE] = values

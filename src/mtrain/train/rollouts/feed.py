@@ -36,6 +36,7 @@ from mtrain.train.loop.step import log_probabilities
 from mtrain.train.policy import OLD, PolicyObjective
 from mtrain.train.rewards import Sampled
 from mtrain.train.rollouts.ahead import Ahead
+from mtrain.train.rollouts.credit import Credit, credit_of, scores_of
 from mtrain.train.rollouts.engine import Engine, Prompt, Rollout
 from mtrain.train.rollouts.engines import engine_of, push
 from mtrain.train.rollouts.judges import Judges, Verdict
@@ -71,8 +72,7 @@ class Step:
     place: tuple[int, int]
     """Samples consumed before, and samples of the step."""
     rollouts: Sequence[Rollout]
-    advantages: np.ndarray
-    """float64 [answers]"""
+    credit: Credit
     measured: Mapping[str, float]
     """Numbers for the record of the step."""
     old: Sequence[torch.Tensor] = ()
@@ -190,14 +190,13 @@ class RolloutFeed:
         for consumed, size in places:
             part = slice(consumed - place[0], consumed - place[0] + size)
             groups = self._grouped(rewards[part])
-            advantages = np.zeros(size)
-            if isinstance(self._objective, PolicyObjective):
-                advantages = self._objective.advantages(groups).ravel()
+            credit = self._credit((consumed, size), rollouts[part], groups)
             measured = self._described(rollouts[part], rewards[part], groups) | seconds
+            measured |= credit.measured
             measured |= self._ages(rollouts[part], self._context.state.step + len(steps))
             if resamples:
                 measured["resampled_groups"] = resampled
-            steps.append(Step((consumed, size), rollouts[part], advantages, measured))
+            steps.append(Step((consumed, size), rollouts[part], credit, measured))
             # The first step of several has all of the work.
             seconds = dict.fromkeys(seconds, 0.0)
             resampled = 0
@@ -231,6 +230,28 @@ class RolloutFeed:
             "pass_share": float(passed.mean()),
             f"pass_at_{source.group}": float(passed.any(axis=1).mean()),
         }
+
+    def _credit(
+        self, place: tuple[int, int], rollouts: Sequence[Rollout], rewards: np.ndarray
+    ) -> Credit:
+        """Return the credit of the answers of a step, by the models as they are now."""
+        context = self._context
+        blank = Credit(np.zeros((place[1], context.run.data.length)))
+        batches: list[dict[str, Any]] = []
+        places = self._answers_of(place, context.world.coords["dp"])
+        o = context.run.objective
+        if not isinstance(self._objective, PolicyObjective):
+            return blank
+        if o.kl_in_reward or o.criticises:
+            batches = self._batches(Step(place, rollouts, blank, {}), context.world.coords["dp"])
+        scores = scores_of(context, rollouts, batches, places)
+        return credit_of(self._objective, rewards, scores)
+
+    def _answers_of(self, place: tuple[int, int], dp_rank: int) -> np.ndarray:
+        """Return the answers of a step in each micro-batch of a data-parallel rank, int64
+        [micro-batches, rows].
+        """
+        return self._context.train_data.of_rank(dp_rank).numbers(*place) - place[0]
 
     def _judged(
         self, numbers: np.ndarray, seconds: dict[str, float], place: tuple[int, int] | None
@@ -441,14 +462,16 @@ class RolloutFeed:
         names = self._context.run.rollout.rewards or ()
         lengths = np.array([one.sampled for one in rollouts])
         ended = [one.ended != LENGTH for one in rollouts]
+        o = self._context.run.objective
         judged = {
             "reward": float(groups.mean()),
             "reward_std": float(groups.std()),
             **{f"reward_{name}": float(rewards[:, i].mean()) for i, name in enumerate(names)},
-            "equal_groups": float(self._equal(groups).mean()),
         }
+        if o.groups:
+            judged["equal_groups"] = float(self._equal(groups).mean())
         return {
-            **(judged if self._context.run.objective.judges else {}),
+            **(judged if o.judges else {}),
             "answer_tokens": float(lengths.mean()),
             "answer_tokens_max": int(lengths.max()),
             "ended_share": float(np.mean(ended)),
@@ -456,25 +479,32 @@ class RolloutFeed:
 
     def _batches(self, step: Step, dp_rank: int) -> list[dict[str, Any]]:
         run = self._context.run
-        consumed, size = step.place
-        places = self._context.train_data.of_rank(dp_rank).numbers(consumed, size) - consumed
         return [
             dict(to_device(self._batch(step, row, run.objective.divisor), self._context.world))
-            for row in places
+            for row in self._answers_of(step.place, dp_rank)
         ]
 
     def _batch(self, step: Step, places: np.ndarray, divisor: str) -> Mapping[str, Any]:
-        answers = [
-            Answer(
-                np.array(rollout.prompt.ids),
-                np.array(rollout.ids),
-                np.array(rollout.log_probabilities, np.float32),
-                float(step.advantages[place]),
-                np.array(rollout.own) if rollout.own else None,
-                among=rollout.among,
+        answers = []
+        for place in places:
+            rollout = step.rollouts[place]
+            first = len(rollout.prompt.ids) - 1
+            # A label is the token after its place.
+            labels = place, slice(first, first + len(rollout.ids))
+            credit = step.credit
+            critic: dict[str, Any] = {}
+            if credit.returns is not None and credit.values is not None:
+                critic = {"returns": credit.returns[labels], "values": credit.values[labels]}
+            answers.append(
+                Answer(
+                    np.array(rollout.prompt.ids),
+                    np.array(rollout.ids),
+                    np.array(rollout.log_probabilities, np.float32),
+                    credit.advantages[labels],
+                    np.array(rollout.own) if rollout.own else None,
+                    among=rollout.among,
+                    **critic,
+                )
             )
-            for place in places
-            for rollout in (step.rollouts[place],)
-        ]
         length = self._context.run.data.length
         return answer_batch(answers, length, divisor, self._sampling.tokens)

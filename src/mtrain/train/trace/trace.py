@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from mtrain.ckpt.state import TrainState
 from mtrain.config.machine.devices import CPU
 from mtrain.config.schema.run import RunConfig
 from mtrain.mcore.adapter.fake_patches import fake_patches
@@ -60,6 +61,8 @@ def trace(run: RunConfig, rank: int) -> Traced:
             _watch_host(recorder, context)
             # The first update allocates the optimizer's state.
             steps.update(context.state, run.optim.schedule_counts)
+            if context.state.critic is not None:
+                steps.update(context.state.critic, run.optim.schedule_counts)
             # Megatron FSDP updates nothing before there is a gradient, so its state is allocated.
             if run.parallel.fsdp == "megatron":
                 for shard in state_shards(context.state.chunks, context.state.optimizer):
@@ -100,31 +103,36 @@ def microbatches(run: RunConfig, stage: int) -> int:
 
 def _declare(recorder: Recorder, context: steps.TrainContext) -> None:
     """Declare what exists before a step: weights, gradients, the optimizer's state."""
+    for state in filter(None, (context.state.critic, context.state)):
+        _declare_of(recorder, state)
+    recorder.settle()
+
+
+def _declare_of(recorder: Recorder, state: TrainState) -> None:
     states: list[torch.Tensor] = []
     # Flat buffers come first: the weights that a chunk lists may be the main weights.
-    for chunk in context.state.chunks:
+    for chunk in state.chunks:
         for group in flat_buffers(chunk):
             for part, tensors in group.items():
                 recorder.declare(part, tensors)
-    weights = [parameter for chunk in context.state.chunks for parameter in chunk.parameters()]
+    weights = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
     recorder.declare("weights", weights)
-    held = (*context.state.reference, *context.state.teacher)
+    held = (*state.reference, *state.teacher)
     frozen = [weight for chunk in held for weight in chunk.parameters()]
     recorder.declare("weights", frozen)
     gradients = [getattr(weight, "main_grad", None) for weight in weights]
     recorder.declare("gradients", [g for g in gradients if isinstance(g, torch.Tensor)])
-    for inner in inner_optimizers(context.state.optimizer):
+    for inner in inner_optimizers(state.optimizer):
         # Main weights are parameters of the optimizer, moments are its state.
         states += [weight for group in inner.param_groups for weight in group["params"]]
         states += [
             t for kept in inner.state.values() for t in kept.values() if isinstance(t, torch.Tensor)
         ]
     # These optimizers hold copies of main weights that are on the device.
-    for leaf in offloading(context.state.optimizer):
+    for leaf in offloading(state.optimizer):
         states += [weight for group in leaf.param_groups for weight in group["params"]]
         recorder.declare(HOST, [*leaf.cpu_copys_map_gpu_param, *leaf.cpu_copy_map_grad.values()])
     recorder.declare("optimizer", states)
-    recorder.settle()
 
 
 def _watch_host(recorder: Recorder, context: steps.TrainContext) -> None:
@@ -161,6 +169,8 @@ def _step(recorder: Recorder, context: steps.TrainContext, batches: list[steps.B
     recorder.at = (-1, 0)
     steps.update(context.state, context.run.optim.schedule_counts)
     recorder.phase = ""
+    if context.critic is not None:
+        context.critic.learn(batches, context.state.step + 1)
 
 
 def _watched(recorder: Recorder, places: dict[int, int], forward: steps.Forward) -> steps.Forward:

@@ -19,7 +19,7 @@ import torch
 from mtrain import strict_json
 from mtrain.ckpt import state as ckpt_state
 from mtrain.ckpt import store
-from mtrain.ckpt.folder import MODEL, folder_name
+from mtrain.ckpt.folder import CRITIC, MODEL, folder_name
 from mtrain.config.resolve.batches import size_after
 from mtrain.config.schema.run import RunConfig
 from mtrain.data import Splits
@@ -43,6 +43,7 @@ from mtrain.world.init import World, joined
 SMALL = 1e-3
 STEPS = "steps.json"
 DOCUMENTS = "documents.json"
+OF_CRITIC = "gradients_of_critic"
 MIDDLE = "middle"
 RESTORED = "restored"
 """Folders of the checkpoint that a run resumes from, and of its state once that is read."""
@@ -71,6 +72,8 @@ def observe(
         of_documents = _documents(context, folder) if run.data.packed and not traced else []
         recorder = Recorder(context, by_document=by_document) if traced else None
         record_gradients(context, folder / "gradients")
+        if context.critic is not None:
+            record_gradients(context.critic, folder / OF_CRITIC)
         results = []
         for made in range(run.trainer.steps):
             # Half of the steps before, half after: errors of a resume show in the second half.
@@ -189,6 +192,9 @@ def compare(
         _worst("gradient norm", norm, tolerances["gradient norm"]),
     ]
     rows += _of_documents(one, many, tolerances)
+    if (one / OF_CRITIC).exists():
+        errors = _of_tensors(*(folder / OF_CRITIC / folder_name(0) for folder in (one, many)))
+        rows.append(_worst("gradient of the critic", errors, tolerances["gradient"]))
     for what, inside in (
         ("gradient", f"gradients/{folder_name(0)}"),
         ("weight", folder_name(steps)),
@@ -250,7 +256,7 @@ def _of_tensors(
 
 def is_weight(key: str) -> bool:
     """Return whether a key is a weight's or gradient's: not the optimizer's or a counter's."""
-    return key.startswith(MODEL) and "tokens_per_expert" not in key
+    return key.startswith((MODEL, CRITIC + MODEL)) and "tokens_per_expert" not in key
 
 
 def relative(a: float | None, b: float | None) -> float:
