@@ -73,6 +73,10 @@ def evaluate(
         rule = "cannot score other answers than those of the run, whose reference is not kept"
         fix = "the valid_ metrics of the run"
         raise ConfigError.of("MT333", "objective.reference", "precomputed", rule, fix)
+    if run.data.kind == "prompts" and not run.objective.judges:
+        fix = "objective=grpo rewards=[exact], or data=text data.path=CORPUS"
+        why = f"objective.name is {run.objective.name}"
+        raise ConfigError.of("MT399", "data.kind", "prompts", why, fix)
     if run.objective.distils:
         # A student by itself is measured as any model is, by the text.
         run = run.model_copy(update={"objective": ObjectiveConfig()})
