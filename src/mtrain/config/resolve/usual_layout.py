@@ -35,7 +35,8 @@ def cpu_layout(
         return {(finding.code, finding.path) for finding in found if finding.severity == "error"}
 
     # A default must not break a rule that the configuration keeps without it.
-    if new := sorted(broken(sharded) - broken(plain)):
+    wrong = broken(sharded)
+    if wrong and (new := sorted(wrong - broken(plain))):
         return plain, {**why, "parallel.tp": f"resolved from {device}: 2 is refused ({new[0][0]})"}
     return sharded, {**why, "parallel.tp": f"resolved from {device}: two processes"}
 
