@@ -52,8 +52,9 @@ def sampled(run: RunConfig) -> list[Any]:
 
     with joined(run) as world:
         context = assemble(run, world, splits_of(run))
-        batches = context.prefetcher.take(0, run.trainer.batch)
-        (step,) = context.prefetcher._steps.values()
+        feed: Any = context.prefetcher
+        batches = feed.take(0, run.trainer.batch)
+        (step,) = feed._steps.values()
         found = [(one.ids, one.own, one.messages) for one in step.rollouts]
         learned = sum(float((batch["loss_mask"] > 0).sum()) for batch in batches)
         if world.size == 1:

@@ -186,7 +186,7 @@ class RolloutFeed:
         # Replacements have the weights of the answers that they replace.
         if resamples:
             self._begin_after(places[-1])
-        steps = []
+        steps: list[Step] = []
         for consumed, size in places:
             part = slice(consumed - place[0], consumed - place[0] + size)
             groups = self._grouped(rewards[part])
