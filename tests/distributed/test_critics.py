@@ -174,7 +174,8 @@ CASES = [f"{name}, {split}" for name in OBJECTIVES for split in SPLITS if name !
 @pytest.mark.parametrize("case", some([*CASES, "rloo, cp2 ring"], ["ppo, cp2 all-gather"]))
 def test_critics_split_is_the_same_batch(case: str, tmp_path: Path) -> None:
     """Bring together what models say of tokens: whitening and returns are of the whole batch."""
-    found = errors(*case.split(", "), tmp_path)  # type: ignore[arg-type, misc]
+    name, split = case.split(", ")
+    found = errors(name, split, tmp_path)
     assert {key: error for key, error in found.items() if error > LIMIT} == {}
 
 

@@ -24,7 +24,7 @@ from mtrain.plan.critic import critic_of
 from mtrain.plan.teacher import FIX, HF_CONFIG
 from mtrain.train.critic import value_losses
 from mtrain.train.folder_weights import load_folder
-from mtrain.train.loop.context import TrainContext
+from mtrain.train.loop.context import Critic, TrainContext
 from mtrain.train.loop.prefetch import Batch
 from mtrain.train.loop.readings import Reading, summed_report
 from mtrain.train.loop.result import StepResult
@@ -71,7 +71,7 @@ class ValueObjective(Objective):
 
 
 @dataclass
-class TrainedCritic(TrainContext):
+class TrainedCritic(Critic):
     """A critic on this rank."""
 
     readings: dict[int, tuple[Reading, float | Tensor, float]] = field(default_factory=dict)

@@ -215,10 +215,7 @@ class AuxiliaryOutputs:
     """The outputs of a loss next to cross entropy, and the most logits that exist at once."""
 
     z_loss: float = 0.0
-    """The coefficient of z-loss (Chowdhery et al.
-
-    2022, arXiv:2204.02311, section 5), which is added to losses.
-    """
+    """The coefficient of z-loss (arXiv:2204.02311, section 5), which is added to losses."""
     accuracy: bool = False
     """True if labels with the largest logit are counted."""
     logits: int | None = None
@@ -255,9 +252,8 @@ def _adds_at_once(weight: Tensor) -> bool:
 
 
 def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return operands whose product is hidden weight^T + bias, with eight columns more, a multiple
-    that suits matrix units.
-    """
+    """Return operands whose product is hidden weight^T + bias, with eight columns more."""
+    # matrix units want multiples of eight
     ones = hidden.new_zeros(hidden.shape[0], 8)
     ones[:, 0] = 1
     return torch.cat([hidden, ones], dim=1), torch.cat(

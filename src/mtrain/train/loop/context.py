@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -58,14 +59,6 @@ class Feed(Protocol):
     def expect(self, consumed: int, size: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Critic(Protocol):
-    """A second model that is trained with the policy; see `train.critic_model`."""
-
-    def values(self, batches: Sequence[Batch]) -> list[torch.Tensor]: ...
-
-    def learn(self, batches: Sequence[Batch], step: int) -> None: ...
 
 
 @dataclass
@@ -209,3 +202,18 @@ def next_step(plan: Sequence[Stage], end: int, place: Place) -> Place | None:
     """Return the step after the one at `place`, or None if that was the last before `end`."""
     consumed = sum(place)
     return (consumed, size_after(plan, consumed)) if consumed < end else None
+
+
+@dataclass
+class Critic(TrainContext, ABC):
+    """A second model that is trained with the policy; see `train.critic_model`."""
+
+    @abstractmethod
+    def values(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the value before each label [b, s] of micro-batches on the last stage; elsewhere
+        nothing.
+        """
+
+    @abstractmethod
+    def learn(self, batches: Sequence[Batch], step: int) -> None:
+        """Make one update from the micro-batches of a step."""
