@@ -190,6 +190,10 @@ def experts() -> Iterator[Any]:
         weights, chosen, _ = moe_router(
             leaf(40, 8, dtype=torch.float32), 2, **routes, impl="triton"
         )
+        # Experts that were chosen before, as in routing replay.
+        weights, chosen, _ = moe_router(
+            leaf(40, 8, dtype=torch.float32), 2, **routes, experts=chosen, impl="triton"
+        )
         made = plan(chosen, 8, **how)
         rows = permute(leaf(40, 16), made, impl="triton")
         shares = row_weights(weights, made)

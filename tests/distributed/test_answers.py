@@ -124,7 +124,10 @@ def prompts_run(home: Path, **given: Any) -> RunConfig:
     rollout: dict[str, Any] = {"max_tokens": 4, "rewards": ("exact", "length"), "reward_workers": 1}
     rollout |= {name: given.pop(name) for name in ("updates", "resample") if name in given}
     run = tiny_run(
-        model=FEW | {"vocab_size": 320} | (MOE if given.pop("moe", False) else {}),
+        model=FEW
+        | {"vocab_size": 320}
+        | (MOE if given.pop("moe", False) else {})
+        | given.pop("model", {}),
         trainer=batch | {"train_iters": steps} | given.pop("trainer", {}),
         optim={"warmup_iters": 0} | given.pop("optim", {}),
         **given,

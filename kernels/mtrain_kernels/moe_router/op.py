@@ -26,6 +26,7 @@ def moe_router(
     groups: int = 1,
     group_topk: int = 1,
     group_members: int = 2,
+    experts: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the `topk` experts of every token, best first, their weights, and how many tokens each
@@ -33,12 +34,21 @@ def moe_router(
 
     Arguments and results are those of `reference.moe_router`: `logits` [t, e] in fp32, fp16 or
     bf16, weights [t, topk] in their dtype, indices [t, topk] and counts [e] in int64. `impl` is
-    `reference`, `triton` or `auto`. Raises `ValueError` where sizes or names do not fit,
+    `reference`, `triton` or `auto`; given `experts` are always weighed by the reference, which has
+    k scores to read of each token then. Raises `ValueError` where sizes or names do not fit,
     `Unavailable` where the named implementation cannot run. Sources: arXiv:1701.06538; DeepSeek-V3,
     arXiv:2412.19437, section 2.1.2.
     """
     reference.require_router(logits, topk, score, expert_bias, groups, group_topk, group_members)
-    if pick("moe_router", impl, logits.device, _obstacle(logits, expert_bias)) == "reference":
+    if experts is not None and (
+        experts.shape != (logits.shape[0], topk) or experts.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"experts must be int64 {(logits.shape[0], topk)}, not {experts.dtype}"
+            f" {tuple(experts.shape)}"
+        )
+    chosen = pick("moe_router", impl, logits.device, _obstacle(logits, expert_bias))
+    if experts is not None or chosen == "reference":
         return reference.moe_router(
             logits,
             topk,
@@ -50,6 +60,7 @@ def moe_router(
             groups=groups,
             group_topk=group_topk,
             group_members=group_members,
+            experts=experts,
         )
     kind = "pre_softmax" if score == "softmax" and pre_softmax else score
     divide = reference.normalizes(normalize, score, topk)

@@ -21,6 +21,7 @@ def moe_router(
     groups: int = 1,
     group_topk: int = 1,
     group_members: int = 2,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the `topk` experts of every token, best first, their weights, and how many tokens each
     expert got.
@@ -31,7 +32,7 @@ def moe_router(
     `groups` > 1 the experts form that many equal runs, each worth the sum of its `group_members`
     best, and only experts of the `group_topk` best groups are chosen. Weights are the chosen
     scores, divided by their sum if `normalize` (None: for a sigmoid of several experts), times
-    `scale`.
+    `scale`. With `experts` [t, topk], int64, the choice is made already, and they are the indices.
 
     Returns `weights` [t, topk] in the dtype of the logits, `indices` [t, topk] and `counts` [e],
     both int64. Half input is scored in fp32. Equals go to the lower index; NaN counts as greater
@@ -49,9 +50,12 @@ def moe_router(
         scores = x.sigmoid()
     else:
         scores = x.softmax(-1) if pre_softmax else x
-    indices = _choose(
-        scores.detach(), x.detach(), topk, expert_bias, groups, group_topk, group_members
-    )
+    if experts is None:
+        indices = _choose(
+            scores.detach(), x.detach(), topk, expert_bias, groups, group_topk, group_members
+        )
+    else:
+        indices = experts
     if score == "softmax" and pre_softmax:
         weights = scores.gather(-1, indices)
     else:

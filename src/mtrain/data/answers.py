@@ -36,6 +36,10 @@ class Answer:
     returns: np.ndarray | None = None
     """The targets of a critic, and below its values; None: the run has no critic."""
     values: np.ndarray | None = None
+    routes: np.ndarray | None = None
+    """int16 [tokens, layers, k]: experts that the sampler sent prompt and answer to, but for the
+    last token; None: not recorded.
+    """
 
 
 def answer_batch(
@@ -73,6 +77,13 @@ def answer_batch(
         # A key of the model's, as those of a family.
         among = {"drawn_among": _among(answers, batch["labels"])}
         batch = cast(MicroBatch, {**batch, **among})
+    recorded = [answer.routes for answer in answers if answer.routes is not None]
+    if recorded:
+        # Routers choose for padding, and for the last token, which the sampler did not read.
+        routes = np.full((len(answers), length, *recorded[0].shape[1:]), -1, np.int16)
+        for row, own in zip(routes, recorded, strict=True):
+            row[: len(own)] = own
+        batch["routes"] = torch.from_numpy(routes)
     if divisor == "constant":
         first = [len(answer.prompt) - 1 for answer in answers]
         counts = torch.zeros_like(batch["loss_mask"])

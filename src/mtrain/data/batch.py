@@ -79,6 +79,10 @@ class MicroBatch(TypedDict):
     """int32 [n, seq_length, k]: the likeliest tokens of a teacher at each place."""
     teacher_log_probabilities: NotRequired[torch.Tensor]
     """float32 [n, seq_length, k + 1]: nats of these tokens, and of all others together."""
+    routes: NotRequired[torch.Tensor]
+    """int16 [micro_batch_size, seq_length, layers, k]: the experts that the sampler sent each token
+    to, in this rank's layers of experts; -1 for tokens that it did not read.
+    """
     other_tokens: NotRequired[torch.Tensor]
     """An answer to another prompt after each prompt; these four keys are as those above."""
     other_labels: NotRequired[torch.Tensor]

@@ -177,6 +177,9 @@ class StageMemory:
         peak = self._backward.peak
         most = self.in_flight[0] - sum(losses)
         highest = max(map(forwards, self.chunks), default=0)
+        # Experts that the sampler chose, of all micro-batches of a step.
+        micro = max(1, self.run.trainer.batch // (self.run.trainer.micro * self.run.parallel.dp))
+        most += micro * self.rank.tokens * self._route_bytes
         forward = {
             "activations": most,
             "loss": sum(losses) + lessons,
@@ -200,10 +203,20 @@ class StageMemory:
             return None
         return _memory(other, Rank.of(other), self.stage, held_stages(other)[self.stage])
 
+    @property
+    def _route_bytes(self) -> int:
+        """Return the bytes of the experts of a token that a sampler chose, in int16."""
+        moe = self.run.model.moe
+        if moe is None or not self.run.rollout.replay_routes:
+            return 0
+        with_experts = set(self.run.model.expert_layers)
+        layers = sum(layer in with_experts for held in self.held for layer in held.layers)
+        return 2 * moe.router_topk * layers
+
     @cached_property
     def _sampling(self) -> dict[str, int]:
         """Return the bytes while answers are sampled: keys and values of the rows that are sampled
-        together, and their logits in fp32, whole and as probabilities.
+        together, the experts of their tokens, and their logits in fp32, whole and as probabilities.
         """
         run = self.run
         r = self.rank
@@ -212,6 +225,7 @@ class StageMemory:
         tokens = run.data.length + (run.parallel.tp if run.parallel.sequence_parallel else 1)
         layers = sum(len(held.layers) for held in self.held)
         cache = rows * tokens * layers * 2 * r.groups * run.model.head_dim * r.element
+        cache += rows * tokens * self._route_bytes
         logits = 2 * rows * run.model.vocab_size * FP32 if self.held[-1].loss else 0
         return {"activations": cache, "loss": 0, "recompute": 0, "working": logits}
 

@@ -436,6 +436,18 @@ def fused_accumulation(run: RunConfig) -> Derived:
 
 
 # The default of each key, in order: later ones read the values of earlier ones.
+def replayed_routes(run: RunConfig) -> Derived | None:
+    """Return whether the trainer uses the experts that the sampler chose."""
+    if not run.objective.judges or run.model.moe is None:
+        return None
+    kind = run.model.moe.router_load_balancing_type
+    if kind == "sinkhorn":
+        return False, f"model.moe.router_load_balancing_type {kind}"
+    if run.rollout.environment is not None:
+        return False, f"rollout.environment {run.rollout.environment}"
+    return run.rollout.engine == "local", f"rollout.engine {run.rollout.engine}"
+
+
 STEPS: Mapping[str, Step] = {
     "model.head": head_of_model,
     "trainer.fine_tuning": is_fine_tuning,
@@ -445,6 +457,7 @@ STEPS: Mapping[str, Step] = {
     "data.seq_length": sample_length,
     "model.t5.encoder_length": partial(span_length, part=0),
     "model.t5.decoder_length": partial(span_length, part=1),
+    "rollout.replay_routes": replayed_routes,
     "parallel.sequence_parallel": sequence_parallel,
     "parallel.distributed_optimizer": distributed_optimizer,
     "parallel.overlap_grad_reduce": overlap_grad_reduce,

@@ -22,6 +22,8 @@ REWARDS = "rollout.rewards"
 SCORER = "rollout.reward_model"
 URL = "rollout.reward_url"
 STALENESS = "objective.max_staleness"
+ROUTES = "rollout.replay_routes"
+BALANCE = "model.moe.router_load_balancing_type"
 RAMP = "trainer.batch_size_schedule trainer.rampup_batch_size"
 URL_FORM = re.compile(r"https?://[^/?#@\s]+(/[^?#\s]*)?")
 GRPO = "objective=grpo data=mock data.seq_length=64"
@@ -169,6 +171,28 @@ def stale_rollouts(run: RunConfig) -> Iterator[Finding]:
     elif r.environment is not None:
         detail = f"rollout.environment is {r.environment}, which answers between two turns"
         yield Finding("MT384", STALENESS, detail, each(STALENESS, [0]))
+
+
+@rule(
+    Code(
+        "MT393",
+        text="Cannot send tokens to the experts of the sampler.",
+        example=f"{GRPO} model=mixtral_8x7b {BALANCE}=sinkhorn {ROUTES}=true",
+    ),
+    reads=f"{NAME} {ROUTES} {BALANCE} rollout.environment",
+)
+def replayed_routes(run: RunConfig) -> Iterator[Finding]:
+    """Require routers that choose by themselves for each token, and answers of one turn."""
+    moe = run.model.moe
+    if not run.objective.judges or moe is None or not run.rollout.replay_routes:
+        return
+    if moe.router_load_balancing_type == "sinkhorn":
+        fixes = [*each(ROUTES, [False]), {BALANCE: "aux_loss"}]
+        detail = f"{BALANCE} is sinkhorn, which weighs the tokens of a micro-batch together"
+        yield Finding("MT393", ROUTES, detail, fixes)
+    elif run.rollout.environment is not None:
+        detail = f"rollout.environment is {run.rollout.environment}, whose answers have turns"
+        yield Finding("MT393", ROUTES, detail, each(ROUTES, [False]))
 
 
 @rule(

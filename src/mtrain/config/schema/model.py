@@ -442,6 +442,15 @@ class ModelConfig(Section):
         # Every freq-th layer has softmax attention, the others are gated delta nets.
         return first if self.linear_attention is None else first // self.linear_attention.freq
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Return the layers with experts."""
+        if self.moe is None:
+            return ()
+        if self.hybrid is not None:
+            return tuple(i for i, kind in enumerate(self.hybrid.pattern) if kind == "E")
+        return tuple(range(self.moe.first_dense_layers, self.num_layers))
+
     def is_linear(self, index: int) -> bool:
         """Return whether layer `index` (from 0) is a gated delta net."""
         if self.hybrid is not None:

@@ -76,6 +76,18 @@ class RolloutConfig(Section):
     """Answers that are sampled together by each data-parallel rank, or requests that a server gets
     at once; an answer does not depend on the others.
     """
+    replay_routes: Annotated[
+        bool | None,
+        Key(
+            when=f"{WITH_REWARDS} and model.moe",
+            aka="enable_rollout_routing_replay use_rollout_routing_replay moe_router_replay",
+        ),
+    ] = None
+    """The trainer sends each token of an answer, and of its prompt, to the experts that the sampler
+    sent it to (routing replay, arXiv:2510.11370). The weights of these experts are the trained
+    router's. A server has to report them. null: true with the engine local, unless
+    model.moe.router_load_balancing_type is sinkhorn or there is an environment.
+    """
     updates: Annotated[
         PositiveInt, Key(aka="num_iterations steps_per_generation ppo_epochs", unit="steps")
     ] = 1

@@ -133,8 +133,14 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows to their experts' ranks, or gather all tokens for shared experts."""
         if self.exchanges:
+            self._rows = len(tokens)
             if not self._pads:
                 self._end_splits()
+                sent = sum(self._inputs or ())
+                # Padding of the micro-batch goes to no expert, and has the last rows.
+                if sent < self._rows:
+                    tokens = tokens[:sent]
+                    probs = probs[:sent]
             sizes = (self._outputs, self._inputs)
             return all_to_all(self.ep_group, tokens, *sizes), all_to_all(
                 self.ep_group, probs, *sizes
@@ -230,6 +236,9 @@ class SparseDispatcher(MoETokenDispatcher):  # type: ignore[misc]
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
         if self.exchanges:
+            left_out = self._rows - len(hidden_states)
+            if left_out:
+                hidden_states = torch.nn.functional.pad(hidden_states, (0, 0, 0, left_out))
             hidden_states = unpermute(hidden_states, self._sent, impl=self.impl)
         out = hidden_states.view(self._shape)
         return out if self.shared_experts is None else out + self.shared_experts.get_output()

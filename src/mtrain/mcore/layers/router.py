@@ -4,6 +4,7 @@ of all of them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from mtrain.mcore.layers.balance import (
 )
 from mtrain.mcore.layers.linear import add_in_place, adds_to_main_grad
 from mtrain.mcore.layers.padding import padding_of
+from mtrain.mcore.layers.routes import active, replaced
 
 LEARNS = "learns"
 """Attribute of a tensor of experts: did a router in training choose them?
@@ -91,7 +93,8 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
             groups["group_members"] = config.sparse_experts.group_members
         # megatron-core's routing ignores the bias with softmax scores.
         bias = self.expert_bias if self.score_function == "sigmoid" else None
-        weights, experts, counts = moe_router(
+        routed = functools.partial(
+            moe_router,
             logits,
             self.topk,
             score=self.score_function,
@@ -101,8 +104,12 @@ class SparseRouter(TopKRouter):  # type: ignore[misc]
             impl=config.sparse_experts.router,
             **groups,
         )
+        weights, experts, counts = routed()
         # The losses count the experts with the best scores, which groups and biases may not choose.
         by_scores = None if groups or bias is not None else experts
+        recorded = replaced(self, experts, positions)
+        if recorded is not None:
+            weights, experts, counts = routed(experts=recorded)
         weights = with_balancing_losses(self, weights, logits, there, positions, by_scores)
         if tokens is not None:
             counts = counts_of(experts, tokens, config.num_moe_experts)
@@ -183,6 +190,7 @@ def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tens
             fused=config.moe_router_fusion,
             router_replay=router.router_replay,
         )
+        weights, chosen = _with_recorded(router, weights, chosen, logits, positions)
         # A capacity would otherwise be shared with padding.
         chosen = chosen & tokens[:, None]
         weights = weights * tokens[:, None]
@@ -193,6 +201,31 @@ def routing_of_tokens(router: Any, logits: Tensor, tokens: Tensor) -> tuple[Tens
     weights = with_balancing_losses(router, weights, logits, tokens, positions)
     count_choices(router, (taken & tokens[:, None]).sum(dim=0))
     return weights, taken
+
+
+def _with_recorded(
+    router: Any, weights: Tensor, chosen: Tensor, logits: Tensor, positions: int
+) -> tuple[Tensor, Tensor]:
+    """Return weights and map [t, e] of recorded experts, where a router chose others."""
+    if not active(router):
+        return weights, chosen
+    # A stable sort: of equal numbers, topk takes any.
+    order = chosen.byte().sort(dim=1, descending=True, stable=True).indices
+    recorded = replaced(router, order[:, : router.topk], positions)
+    if recorded is None:
+        return weights, chosen
+    config = router.config
+    values, _, _ = moe_router(
+        logits,
+        router.topk,
+        score=router.score_function,
+        pre_softmax=config.moe_router_pre_softmax,
+        scale=config.moe_router_topk_scaling_factor or 1.0,
+        experts=recorded,
+        impl="reference",
+    )
+    taken = torch.zeros_like(chosen).scatter(1, recorded, True)
+    return torch.zeros_like(logits).scatter(1, recorded, values), taken
 
 
 def _in_turn(like: Tensor, topk: int) -> Tensor:

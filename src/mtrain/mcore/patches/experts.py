@@ -122,8 +122,11 @@ def sequence_loss_batch() -> None:
     upstream="#6114",
 )
 def routed_padding() -> None:
-    """Route real tokens; padding counts nowhere and takes no capacity."""
+    """Route real tokens; padding counts nowhere and takes no capacity. Experts that were recorded
+    for tokens replace those that are chosen, as in `SparseRouter`.
+    """
     from mtrain.mcore.layers.router import routing_of_tokens, tokens_of
+    from mtrain.mcore.layers.routes import active
 
     cls = core("transformer.moe.router").TopKRouter
     original = cls.routing
@@ -134,7 +137,9 @@ def routed_padding() -> None:
     ) -> Any:
         tokens = tokens_of(self, logits, padding_mask)
         if tokens is None:
-            return original(self, logits, **more)
+            if not active(self):
+                return original(self, logits, **more)
+            tokens = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device).flatten()
         return routing_of_tokens(self, logits, tokens)
 
     cls.routing = routing

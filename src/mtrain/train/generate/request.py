@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Continuation:
     """
     among: list[list[int]] = field(default_factory=list)
     """The tokens that each was drawn among, if they were requested."""
+    routes: Any = None
+    """Experts of all tokens that were read, an array int16 [tokens, layers, k]; None: unknown."""
 
 
 @dataclass(frozen=True)

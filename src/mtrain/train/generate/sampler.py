@@ -18,6 +18,7 @@ from mtrain.errors import ConfigError, Problem
 from mtrain.layout.grid import RankGrid
 from mtrain.mcore import api as mcore
 from mtrain.mcore.layers.padding import padding_is
+from mtrain.mcore.layers.routes import Record
 from mtrain.train.generate.decoder import BLOCK, Decoder
 from mtrain.train.generate.request import ENDINGS, LENGTH, Continuation, Sampling
 from mtrain.train.generate.sampling import draw, draw_among, noise_of
@@ -46,6 +47,8 @@ class Sampler:
     """Capture the steps of single tokens, where the device can."""
     blocks: bool = True
     """Draw several tokens between two reads of the host, unless `block_obstacle` has a reason."""
+    record: Record | None = None
+    """The experts of the tokens that are read; see `continued`. None: they are not recorded."""
     decoders: dict[tuple[int, int, Sampling], Decoder] = field(default_factory=dict, repr=False)
     """Decoders by rows, capacity of the cache and sampling: a capture serves many prompts."""
 
@@ -322,6 +325,10 @@ class Sampler:
         length = -(-count // self.multiple) * self.multiple
         padded = torch.tensor([row[begin:] + [0] * (length - count) for row in rows], device=device)
         positions = torch.arange(begin, begin + length, device=device).clamp(max=self.context - 1)
+        if self.record is not None:
+            numbers = torch.arange(len(rows), device=device)
+            starts, counts = (torch.full_like(numbers, value) for value in (begin, count))
+            self.record.expect(numbers, starts, length, counts)
         logits = self.forward(
             padded,
             positions,
@@ -402,6 +409,8 @@ def _add_block(texts: list[Text], decoder: Decoder, count: int) -> None:
 class Text:
     """A prompt and the tokens added to it so far."""
 
+    routes: torch.Tensor | None = None
+    """int16 [tokens, layers, k]: the experts of all tokens but the last, in this rank's layers."""
     log_probabilities: list[float]
     """Nats of each token that was drawn by `draw`."""
 

@@ -18,6 +18,7 @@ from mtrain.data.batch import GlobalBatches
 from mtrain.goodput.meter import Meter
 from mtrain.mcore import api as mcore
 from mtrain.mcore.adapter.cuda_graphs import whole_steps
+from mtrain.mcore.layers.routes import Layers
 from mtrain.train.loop.interruptions import ByTime, StopRequest
 from mtrain.train.loop.prefetch import Batch, BatchPrefetcher, Needs, Place, Ring, needs_of
 from mtrain.train.loop.readings import Board, Flops, MetricTable, may_pad
@@ -92,6 +93,8 @@ class TrainContext:
     """A function that samples and judges answers to the validation split, in the place of a loss;
     it returns their metrics, and None if a rank has a request to stop.
     """
+    routes: Layers | None = None
+    """Layers whose routers get the experts that a sampler recorded; None: all choose themselves."""
     stop: StopRequest = field(default_factory=StopRequest)
     """Requests to stop that this rank got."""
     stops: bool = False

@@ -27,10 +27,10 @@ from mtrain.world.own_time import OwnTime
 
 AHEAD = 1
 """Steps that the device may be behind: while it works on one, the host gives it the next."""
-STEP_METRICS = ("stops", "due", "read", "flops", "full_flops")
+STEP_METRICS = ("stops", "due", "read", "flops", "full_flops", "routes", "routes_differ")
 """Numbers that the loop itself adds up: ranks that want to stop, what the clock of rank 0 requests
 (`mtrain.train.loop.interruptions`), tokens without padding, and their model FLOPs, with half and
-with all of attention.
+with all of attention; experts that replaced those of routers, and how many of them differ.
 """
 
 
@@ -86,7 +86,7 @@ def summed_report(
     world: World,
     table: MetricTable,
     reports: Sequence[torch.Tensor],
-    own: Mapping[str, float],
+    own: Mapping[str, float | torch.Tensor],
 ) -> torch.Tensor:
     """Add up a step over all ranks, in one all-reduce, and in a second one metrics of maxima.
 
@@ -107,7 +107,7 @@ def summed_report(
         sums[table.largest] = each[:, table.largest].max(0).values
         values[: len(sums)] = sums
     for name, number in own.items():
-        values[table.place(name)] = float(number)
+        values[table.place(name)] = number
     begin_phase("report")
     largest = values[table.largest]
     dist.all_reduce(values)

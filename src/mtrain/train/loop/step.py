@@ -85,13 +85,15 @@ def launch_step(context: TrainContext, *, stop_requested: bool) -> Launched:
     context.hooks.call("after_update", context)
     state.step += 1
     state.consumed_samples += size
-    own: dict[str, float] = {
+    own: dict[str, float | torch.Tensor] = {
         "stops": stop_requested or context.stop_requested,
         "due": context.by_time.due_on(context.world.rank),
     }
     if reads(context):
         work = context.flops.of(batch[TALLY] for batch in batches)
         own |= zip(("read", "flops", "full_flops"), work, strict=True)
+    if context.routes is not None:
+        own |= context.routes.counted()
     values = summed_report(context.world, context.table, reports, own)
     if isinstance(norm, torch.Tensor):
         values = torch.cat([values, norm.reshape(1).to(values)])
@@ -306,6 +308,9 @@ def log_probabilities(
     """Return the log-probability of each label [b, s] of micro-batches on the last stage, by the
     reference of a kind; elsewhere nothing.
     """
+    if kind != "none":
+        # A reference is a model of its own, whose routers choose themselves.
+        batches = [{key: batch[key] for key in batch if key != "routes"} for batch in batches]
     with as_reference(context.state, kind) as chunks:
         return outputs(context, batches, chunks)
 
@@ -440,7 +445,8 @@ def forward_step(
         packed_documents.max_seqlen_kv = longest
     listed = (*MicroBatch.__annotations__, DOCUMENTS, TALLY)
     own = {key: value for key, value in batch.items() if key not in listed}
-    with padding_is(batch.get("padding")), labelled("forward", numbered=True):
+    known = padding_is(batch.get("padding"), batch.get("routes"))
+    with known, labelled("forward", numbered=True):
         output = model(
             tokens,
             places,

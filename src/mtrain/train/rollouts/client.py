@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from mtrain.train.generate.request import END, LENGTH, Continuation, Sampling
 from mtrain.train.rollouts.dialects import DIALECTS, Asked, BadAnswer, Dialect, checked
 from mtrain.train.rollouts.http_json import Endpoint, ServerFault
+from mtrain.train.rollouts.reported import Expected
 from mtrain.world.heartbeat import begin_phase
 
 T = TypeVar("T")
@@ -60,6 +61,8 @@ class Client:
     stop: Callable[[], bool] = lambda: False
     stale: int = field(default=0, init=False)
     """Answers of weights of another push, which were requested again."""
+    expected: Expected | None = None
+    """The experts that answers have to name; None: none."""
     _lost: str = field(default="", init=False)
     _numbers: itertools.count[int] = field(default_factory=itertools.count, init=False)
     _ends: threading.Event = field(default_factory=threading.Event, init=False)
@@ -138,11 +141,16 @@ class Client:
 
         # Each try has a name of its own: a late answer to an earlier one is not taken.
         def once() -> Continuation:
-            asked = Asked(f"{self._name}-{next(self._numbers)}", ids, most, seed, self.ends)
+            name = f"{self._name}-{next(self._numbers)}"
+            asked = Asked(name, ids, most, seed, self.ends, self.expected is not None)
             body = self.how.body(self.model, asked, sampling)
             answer = self.endpoint.call("POST", self.how.path, body)
             try:
                 found = checked(self.how.read(answer, asked), asked, self.vocabulary)
+                routes = None
+                if self.expected is not None:
+                    # The server did not read the last token.
+                    routes = self.expected.read(found.routes, len(ids) + len(found.ids) - 1)
             except (BadAnswer, LookupError, TypeError, ValueError, AttributeError) as error:
                 raise ServerFault(f"a wrong answer: {error}", again=True) from error
             if version is not None and found.version not in (None, version):
@@ -155,7 +163,7 @@ class Client:
                 raise ServerFault(self._lost, again=False)
             ended = END if found.ends else LENGTH
             values = [float(value) for value in found.log_probabilities]
-            return Continuation(found.ids, ended, values, found.among)
+            return Continuation(found.ids, ended, values, found.among, routes)
 
         return self._tried(once)
 

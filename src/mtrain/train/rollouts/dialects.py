@@ -30,6 +30,8 @@ class Asked:
     seed: int
     ends: frozenset[int]
     """Tokens that end a text."""
+    routed: bool = False
+    """True if the answer has to name the experts of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Answered:
     """Version of the weights, as the server reports it; None: it reports none."""
     among: list[list[int]] = field(default_factory=list)
     """The tokens that each was drawn among; empty: not reported."""
+    routes: object = None
+    """The experts of its tokens, as the server reports them."""
 
 
 class Dialect(Protocol):
@@ -107,7 +111,9 @@ class OpenAI:
         metadata = answer.get("metadata") or {}
         version = metadata.get("weight_version", answer.get("weight_version"))
         values = choice["logprobs"]["token_logprobs"]
-        return Answered(choice["token_ids"], values, reason == "stop", version)
+        routes = choice.get("routed_experts")
+        tokens = choice["token_ids"]
+        return Answered(tokens, values, reason == "stop", version, routes=routes)
 
 
 class SGLang:
@@ -132,6 +138,7 @@ class SGLang:
                 "skip_special_tokens": False,
             },
             "return_logprob": True,
+            **({"return_routed_experts": True} if asked.routed else {}),
             "rid": asked.name,
         }
 
@@ -146,7 +153,9 @@ class SGLang:
         ids = answer["output_ids"]
         require([one[1] for one in drawn] == ids, "its log-probabilities are of other tokens")
         values = [one[0] for one in drawn]
-        return Answered(ids, values, reason == "stop", meta["weight_version"])
+        routes = meta.get("routed_experts")
+        version = meta["weight_version"]
+        return Answered(ids, values, reason == "stop", version, routes=routes)
 
 
 class Transformers(OpenAI):

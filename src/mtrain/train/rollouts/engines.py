@@ -16,6 +16,7 @@ from mtrain.train.rollouts.client import Client
 from mtrain.train.rollouts.engine import Engine
 from mtrain.train.rollouts.hf_weights import hf_weights
 from mtrain.train.rollouts.local import LocalEngine
+from mtrain.train.rollouts.reported import Expected
 from mtrain.train.rollouts.server import ServerEngine
 
 PROBE = "A text of 2 lines,\nwhich both sides encode."
@@ -28,7 +29,8 @@ def engine_of(context: TrainContext, tokenizer: Tokenizer) -> Engine:
     stop = partial(getattr, context, "stop_requested")
     if r.engine == "local":
         ending = endings(tokenizer, ())
-        return LocalEngine(run, context.world, context.state.chunks, r.rows, ending, stop)
+        chunks = context.state.chunks
+        return LocalEngine(run, context.world, chunks, r.rows, ending, stop, context.routes)
     own = None
     url = r.url
     if r.engine == "transformers":
@@ -45,6 +47,7 @@ def engine_of(context: TrainContext, tokenizer: Tokenizer) -> Engine:
         r.rows,
         r.request_seconds,
         stop=stop,
+        expected=Expected.of(run),
     )
     folder = None if r.weights_folder is None else user_path(r.weights_folder)
     probe = None if r.engine == "transformers" else (PROBE, tokenizer.encode(PROBE))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from mtrain.config.schema.run import RunConfig
 from mtrain.train.generate.request import ENDINGS, Continuation, Sampling
 from mtrain.train.rollouts.engine import Prompt
+from mtrain.world.heartbeat import waiting
+
+EXCHANGED = 2**26
+"""Bytes of routes that ranks exchange at once; a longer text goes by itself."""
 
 
 def packed(
@@ -44,6 +49,40 @@ def unpacked(rows: torch.Tensor, kept: int = 0) -> list[Continuation]:
             text.among = [[one for one in ids if one >= 0] for ids in each]
         texts.append(text)
     return texts
+
+
+def whole_routes(
+    own: Mapping[int, torch.Tensor],
+    tokens: Sequence[int],
+    layers: Sequence[int],
+    shape: tuple[int, int],
+    device: torch.device,
+) -> list[np.ndarray]:
+    """Return the experts of so many `tokens` of each text, int16 [tokens, layers, k], on all ranks.
+
+    `own` has this rank's part of some texts, [tokens, own `layers`, k], and 0 for what others have;
+    `shape` is all layers, and k.
+    """
+    routes: list[np.ndarray] = []
+    size = 2 * shape[0] * shape[1]
+    while len(routes) < len(tokens):
+        begin = len(routes)
+        sums = np.cumsum(tokens[begin:])
+        # A few texts at a time, so that devices need little memory.
+        count = max(1, int(np.searchsorted(sums, EXCHANGED // size, side="right")))
+        sent = torch.zeros((int(sums[count - 1]), *shape), dtype=torch.int16)
+        parts = sent.split(list(tokens[begin : begin + count]))
+        for number, part in enumerate(parts, begin):
+            if number in own:
+                part[:, list(layers)] = own[number]
+        # One rank has each of these numbers, so adding them up carries nothing between bytes; few
+        # backends add 16 bits.
+        summed = sent.to(device).view(torch.uint8)
+        with waiting():
+            dist.all_reduce(summed)
+        whole = summed.cpu().view(torch.int16).split(list(tokens[begin : begin + count]))
+        routes += [part.numpy() for part in whole]
+    return routes
 
 
 def seed_of(run: RunConfig, sampling: Sampling, prompt: Prompt) -> int:

@@ -28,6 +28,7 @@ from mtrain.data.chats.template import ChatFormat
 from mtrain.data.records import Keys
 from mtrain.data.text.tokenizer import Tokenizer
 from mtrain.errors import TrainingError, warn
+from mtrain.mcore.layers.routes import layers_of
 from mtrain.train.generate.request import END, LENGTH, Sampling
 from mtrain.train.loop.context import Stopped, TrainContext
 from mtrain.train.loop.prefetch import Batch, to_device
@@ -103,6 +104,8 @@ class RolloutFeed:
             reports=run.rollout.top_k > 0,
             seed=run.trainer.seed,
         )
+        if run.rollout.replay_routes:
+            context.routes = layers_of(context.state.chunks)
         engine = engine_of(context, self._tokenizer)
         self._server = engine if isinstance(engine, ServerEngine) else None
         self._ahead = None
@@ -377,7 +380,11 @@ class RolloutFeed:
 
     def measured(self, context: TrainContext, result: StepResult) -> dict[str, float]:
         """Return the rewards and lengths of a step for its record."""
-        return self._measured.pop(result.step, {})
+        found = self._measured.pop(result.step, {})
+        if context.routes is not None:
+            share = result.metrics["routes_differ"] / max(1.0, result.metrics["routes"])
+            found["routes_differ"] = share
+        return found
 
     def _rewards(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         """Return the reward of each answer by each function, float64 [answers, functions], on every
@@ -485,6 +492,8 @@ class RolloutFeed:
         ]
 
     def _batch(self, step: Step, places: np.ndarray, divisor: str) -> Mapping[str, Any]:
+        known = self._context.routes
+        layers = [] if known is None else list(known.own)
         answers = []
         for place in places:
             rollout = step.rollouts[place]
@@ -503,6 +512,7 @@ class RolloutFeed:
                     credit.advantages[labels],
                     np.array(rollout.own) if rollout.own else None,
                     among=rollout.among,
+                    routes=None if rollout.routes is None else rollout.routes[:, layers],
                     **critic,
                 )
             )

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,11 +23,12 @@ from mtrain.ckpt.state import generators_kept
 from mtrain.config.schema.run import RunConfig
 from mtrain.errors import ConfigError
 from mtrain.mcore import api as mcore
+from mtrain.mcore.layers.routes import Layers, Record
 from mtrain.mcore.state.sharding import gathered
 from mtrain.train.generate.request import LENGTH, Continuation, Sampling
 from mtrain.train.generate.sampler import Sampler, Text, evaluated
 from mtrain.train.rollouts.engine import Prompt, Rollout
-from mtrain.train.rollouts.exchange import packed, seed_of, unpacked
+from mtrain.train.rollouts.exchange import packed, seed_of, unpacked, whole_routes
 from mtrain.world.heartbeat import begin_phase, waiting
 from mtrain.world.init import World
 
@@ -48,11 +50,44 @@ class LocalEngine:
     """Ending that the tokens added so far cause; see `Sampler.continued`."""
     stop: Callable[[], bool] = lambda: False
     """Return whether this rank has a request to stop."""
+    layers: Layers | None = None
+    """Layers whose experts are recorded; None: they are not."""
     version: int = field(default=0, init=False)
     """Step after which the weights are those that are sampled from."""
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.run, self.world, self.chunks, blocks=False)
+
+    @property
+    def topk(self) -> int:
+        """Return the experts of a token."""
+        return int(self.chunks[0].config.moe_router_topk)
+
+    def _whole_routes(
+        self, own: dict[int, torch.Tensor], tokens: list[int], *, grouped: bool
+    ) -> Sequence[np.ndarray | None]:
+        """Return the experts of each text on every rank, from those that ranks recorded."""
+        if self.layers is None:
+            return [None] * len(tokens)
+        coords = self.world.coords
+        # Tensor-parallel ranks read the same tokens or parts of them, context-parallel ones the
+        # same, and so do data-parallel ones in groups.
+        parts = self.run.parallel.sequence_parallel or coords["tp"] == 0
+        first = parts and coords["cp"] == 0 and not (grouped and coords["dp"])
+        given = own if first else {}
+        shape = self.layers.count, self.topk
+        return whole_routes(given, tokens, self.layers.own, shape, self.world.torch_device)
+
+    def _recorded(self, stack: ExitStack) -> None:
+        """Record the experts of what is read, until the end of `stack`."""
+        if self.layers is None:
+            return
+        tokens = self.sampler.context + self.sampler.multiple
+        own = len(self.layers.own)
+        record = Record(self.rows, tokens, own, self.topk, self.world.torch_device)
+        stack.enter_context(record.kept())
+        stack.callback(setattr, self, "sampler", self.sampler)
+        self.sampler = replace(self.sampler, record=record)
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout] | None:
@@ -74,18 +109,24 @@ class LocalEngine:
             for entered in (gathered(self.chunks), evaluated(self.chunks)):
                 stack.enter_context(entered)
             stack.enter_context(generators_kept(self.world))
+            self._recorded(stack)
             why = self.obstacle()
             if why and self.world.grid.cp > 1:
                 cp = self.world.grid.cp
                 fix = "parallel.cp=1"
                 raise ConfigError.of("MT334", "parallel.cp", cp, f"cp {cp}, and {why}", fix)
             if why:
-                texts = self._in_groups(prompts, sampling)
+                texts, own = self._in_groups(prompts, sampling)
             else:
                 stack.enter_context(mcore.whole_sequences(self.chunks))
-                texts = _Rows(self, prompts, sampling).drawn()
+                rows = _Rows(self, prompts, sampling)
+                texts = rows.drawn()
+                own = {i: text.routes for i, text in rows.texts.items() if text.routes is not None}
         if texts is None:
             return None
+        # The last token is not read.
+        tokens = [len(p.ids) + len(t.ids) - 1 for p, t in zip(prompts, texts, strict=True)]
+        routes = self._whole_routes(own, tokens, grouped=bool(why))
         return [
             Rollout(
                 prompt,
@@ -93,9 +134,10 @@ class LocalEngine:
                 tuple(text.log_probabilities),
                 text.ended,
                 self.version,
+                experts,
                 among=tuple(map(tuple, text.among)),
             )
-            for prompt, text in zip(prompts, texts, strict=True)
+            for prompt, text, experts in zip(prompts, texts, routes, strict=True)
         ]
 
     def obstacle(self) -> str:
@@ -115,10 +157,17 @@ class LocalEngine:
 
     def _in_groups(
         self, prompts: Sequence[Prompt], sampling: Sampling
-    ) -> list[Continuation] | None:
-        """Return texts of groups of requests, every rank all of them."""
+    ) -> tuple[list[Continuation] | None, dict[int, torch.Tensor]]:
+        """Return texts of groups of requests, every rank all of them, and the experts recorded here
+        by the number of the text.
+        """
         rows = self.rows if self.sampler.independent else 1
         texts: list[Continuation] = []
+        routes: dict[int, torch.Tensor] = {}
+        longest = max((len(prompt.ids) for prompt in prompts), default=0) + sampling.tokens
+        if self.layers is not None and longest > self.sampler.context + 1:
+            # The places of the experts of tokens are those of the first context.
+            raise ValueError(f"an answer may end after {longest} tokens, behind the context")
         for first in range(0, len(prompts), rows):
             group = prompts[first : first + rows]
             found = self.sampler.continued(
@@ -129,9 +178,13 @@ class LocalEngine:
                 seeds=[seed_of(self.run, sampling, prompt) for prompt in group],
             )
             if found is None:
-                return None
+                return None, {}
+            if self.sampler.record is not None:
+                for row, (prompt, text) in enumerate(zip(group, found, strict=True)):
+                    tokens = len(prompt.ids) + len(text.ids) - 1
+                    routes[first + row] = self.sampler.record.taken(row, tokens)
             texts += found
-        return texts
+        return texts, routes
 
     def push(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Note the version: the weights are those that are trained."""
@@ -171,6 +224,7 @@ class _Rows:
         # Not the length of these requests: sums over other lengths round differently.
         self.span = self.sampler.context + self.sampler.multiple
         self.cache = mcore.Cache(engine.rows, self.span, last_only=self.sampler.multiple == 1)
+        self.record = self.sampler.record
         self.stops = False
 
     def _text(self, prompt: Prompt, sampling: Sampling) -> Text:
@@ -223,6 +277,8 @@ class _Rows:
             row = free[len(joined)]
             if joined:
                 self.cache.copy(free[0], row, len(ids))
+                if self.record is not None:
+                    self.record.copy(free[0], row, len(ids))
             joined[row] = text
             self.waiting.popleft()
         self._add(joined, None if logits is None else logits.expand(len(self.rows), -1))
@@ -231,6 +287,9 @@ class _Rows:
         """Read a text into a row; return logits [1, vocabulary] after it, as `Sampler.forward`."""
         length = -(-len(ids) // self.sampler.multiple) * self.sampler.multiple
         tokens = torch.tensor([ids + [0] * (length - len(ids))], device=self.device)
+        if self.record is not None:
+            own, start, count = torch.tensor([[row], [0], [len(ids)]], device=self.device)
+            self.record.expect(own, start, length, count)
         with self.cache.filling(row):
             return self._forward(tokens, torch.arange(length, device=self.device), len(ids))
 
@@ -247,6 +306,9 @@ class _Rows:
         places = places.to(self.device)
         positions = places[:, None] + torch.arange(width, device=self.device)
         self.cache.begin_step()
+        if self.record is not None:
+            rows = torch.arange(len(self.rows), device=self.device)
+            self.record.expect(rows, places, width, torch.ones_like(rows))
         with self.cache.decoding(places, self.span):
             return self._forward(tokens.to(self.device), positions, 1)
 
@@ -270,6 +332,8 @@ class _Rows:
         self.stops = self.stops or not goes_on
         for row, text in going.items():
             self.rows[row] = None if text.done else text
+            if text.done and self.record is not None:
+                text.routes = self.record.taken(row, len(text.ids) - 1)
 
     def _gathered(self) -> list[Continuation] | None:
         """Return the texts of all ranks; None if one stops."""

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from mtrain.train.generate.request import Continuation, Sampling
 from mtrain.train.rollouts import weight_folder
 from mtrain.train.rollouts.client import BEAT_S, NAMED, Client
 from mtrain.train.rollouts.engine import Prompt, Rollout
-from mtrain.train.rollouts.exchange import packed, seed_of, unpacked
+from mtrain.train.rollouts.exchange import packed, seed_of, unpacked, whole_routes
 from mtrain.train.rollouts.http_json import ServerFault
 from mtrain.world.heartbeat import begin_phase, waiting
 from mtrain.world.init import World
@@ -145,7 +145,7 @@ class ServerEngine:
         with waiting():
             dist.broadcast(sent, src=0)
         version = self.client.version
-        return [
+        answers = [
             Rollout(
                 prompt,
                 tuple(text.ids),
@@ -156,6 +156,14 @@ class ServerEngine:
             )
             for prompt, text in zip(prompts, unpacked(sent, kept), strict=True)
         ]
+        expected = self.client.expected
+        if expected is None:
+            return answers
+        own = {i: torch.from_numpy(text.routes) for i, text in enumerate(texts or ())}
+        tokens = [len(one.prompt.ids) + len(one.ids) - 1 for one in answers]
+        shape = len(expected.layers), expected.topk
+        routes = whole_routes(own, tokens, range(shape[0]), shape, self.world.torch_device)
+        return [replace(one, routes=found) for one, found in zip(answers, routes, strict=True)]
 
     def _require(self, sampling: Sampling) -> None:
         limits = sampling.limited and not self.client.how.reports
