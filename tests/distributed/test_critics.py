@@ -98,20 +98,20 @@ def whitened_by_each_rank() -> None:
 
 def values_without_context() -> None:
     """Take the values of the other part of a sequence to be 0."""
-    from mtrain.train.rollouts import credit
+    from mtrain.train.rollouts import token_scores
 
     class Silent:
         all_reduce = staticmethod(lambda value: None)
 
-    credit.dist = Silent  # type: ignore[assignment]
+    token_scores.dist = Silent  # type: ignore[assignment]
 
 
 def divergence_from_itself() -> None:
     """Score the policy in the place of the reference: the coefficient never reaches the update."""
-    from mtrain.train.rollouts import credit
+    from mtrain.train.rollouts import token_scores
 
-    real = credit.log_probabilities
-    credit.log_probabilities = lambda context, batches, kind: real(context, batches, "none")
+    real = token_scores.log_probabilities
+    token_scores.log_probabilities = lambda context, batches, kind: real(context, batches, "none")
 
 
 def values_divided_in_each_micro_batch() -> None:

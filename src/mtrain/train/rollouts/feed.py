@@ -37,12 +37,13 @@ from mtrain.train.loop.step import log_probabilities
 from mtrain.train.policy import OLD, PolicyObjective
 from mtrain.train.rewards import Sampled
 from mtrain.train.rollouts.ahead import Ahead
-from mtrain.train.rollouts.credit import Credit, credit_of, scores_of
+from mtrain.train.rollouts.credit import Credit, credit_of
 from mtrain.train.rollouts.engine import Engine, Prompt, Rollout
 from mtrain.train.rollouts.engines import engine_of, push
 from mtrain.train.rollouts.judges import Judges, Verdict
 from mtrain.train.rollouts.scores import ModelScores
 from mtrain.train.rollouts.server import ServerEngine
+from mtrain.train.rollouts.token_scores import scores_of
 from mtrain.train.rollouts.turns import Turns
 from mtrain.world.heartbeat import begin_phase, waiting
 
