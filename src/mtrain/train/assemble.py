@@ -87,8 +87,8 @@ def assemble(run: RunConfig, world: World, splits: Splits, *, drawn: bool = True
         limit = run.trainer.eval_iters * run.trainer.batch
         valid_data = batches(run, world, splits, "validation", limit)
     if run.objective.teacher_file is not None:
-        data = {"train": train_data, "validation": valid_data}
-        state.teacher_digest = read_instead(run, splits, data)
+        parts = {"train": train_data, "validation": valid_data}
+        state.teacher_digest = read_instead(run, splits, parts)
     schedule = run_documents if run.parallel.hybrid_context_parallel else None
     context = TrainContext(run, world, state, train_data, valid_data, schedule)
     critic = build_critic(context, drawn=drawn)
