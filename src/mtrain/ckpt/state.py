@@ -398,11 +398,10 @@ def critic_shards(state: TrainState, what: str) -> list[sharding.TensorShard]:
     if state.critic is None:
         return []
     chunks = state.critic.chunks
-    shards = (
-        sharding.model_shards(chunks)
-        if what == "model"
-        else sharding.optimizer_shards(chunks, state.critic.optimizer)
-    )
+    if what == "model":
+        shards = sharding.model_shards(chunks)
+    else:
+        shards = sharding.optimizer_shards(chunks, state.critic.optimizer)
     return [replace(shard, key=folder.CRITIC + shard.key) for shard in shards]
 
 
