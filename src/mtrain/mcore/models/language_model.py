@@ -1,6 +1,4 @@
-"""megatron-core's GPT with a loss that never holds all logits, and gives the sum over a
-micro-batch.
-"""
+"""megatron-core's GPT with a loss without all logits, as a sum over a micro-batch."""
 
 from __future__ import annotations
 
@@ -219,9 +217,7 @@ class AuxiliaryOutputs:
     accuracy: bool = False
     """True if labels with the largest logit are counted."""
     logits: int | None = None
-    """Most logits at once in a loss in parts; None: the default of
-    `mtrain_kernels.linear_cross_entropy`.
-    """
+    """Most logits at once in a loss in parts; None: `linear_cross_entropy`'s default."""
 
     def __bool__(self) -> bool:
         return self.z_loss > 0 or self.accuracy
@@ -283,9 +279,7 @@ class SummedLosses:
     temperature = 1.0
     """Divisor of the logits that `per_token` log-probabilities are of."""
     is_whole_loss = False
-    """The promise that training minimises the sum of `sum_of_losses` as it is, so that its gradient
-    is 1.
-    """
+    """The promise to minimise the sum of `sum_of_losses` as it is, with a gradient of 1."""
 
     def sum_losses_by(self, loss: str, loss_vocab_size: int) -> None:
         """Say how losses are made."""
@@ -332,9 +326,7 @@ class SummedLosses:
             self.rotary_pos_emb = TwoBases(self.rotary_pos_emb, rotary_base_local)
 
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return megatron-core's loss of each token [b, s], for logits [s, b, v / tp] whose padding
-        is overwritten.
-        """
+        """Return megatron-core's loss of each token [b, s]; padded logits are overwritten."""
         self._hide_padding(logits)
         losses: Tensor = super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
         return losses
@@ -587,9 +579,7 @@ class LanguageModel(SummedLosses, GPTModel):
         return found
 
     def _rolled(self, x: Tensor, packed: Any, times: int = 1) -> tuple[Tensor, Any]:
-        """Return every sequence of `x` [b, s] so many to the left, over context-parallel ranks too,
-        and the sum of it.
-        """
+        """Return `x` [b, s] shifted left, over context-parallel ranks too, and its sum."""
         found = x, None
         for _ in range(times):
             found = roll_tensor(
