@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 from mtrain.config.schema.model import MoEConfig
 from tests.support import tiny
@@ -126,23 +125,4 @@ def _resumes_by_megatron_cores_state(run: Any) -> bool:
 
         return model, optimizer, step
 
-    model, optimizer, step = trainee()
-    for _ in range(3):
-        step()
-    weights = _copy(model.state_dict())
-    state = _copy(optimizer.state_dict())
-    state["param_state"] = _copy(optimizer.get_parameter_state_dp_zero(use_gloo_comm=False))
-    state["param_state_sharding_type"] = "dp_zero_gather_scatter"
-    for _ in range(5):
-        step()
-    resumed, resumed_optimizer, resumed_step = trainee()
-    resumed.load_state_dict(weights)
-    resumed_optimizer.load_state_dict(state)
-    for _ in range(5):
-        resumed_step()
-    pairs = zip(model.parameters(), resumed.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-def _copy(tree: Any) -> Any:
-    return tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, tree)
+    return tiny.resumes_bitwise(trainee, 5)

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 from mtrain_kernels.registry import ops
-from torch.utils._pytree import tree_map
 
 from mtrain import mcore
 from mtrain.config.schema.precision import PrecisionConfig
@@ -389,10 +388,6 @@ def _trainee() -> tuple[Any, Any, Callable[[], None]]:
     return model, optimizer, step
 
 
-def _copy(tree: Any) -> Any:
-    return tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, tree)
-
-
 def _state_before_first_step() -> str:
     tiny.start_world()
     _, optimizer, _ = _trainee()
@@ -402,23 +397,7 @@ def _state_before_first_step() -> str:
 
 def _resume() -> str:
     tiny.start_world()
-    model, optimizer, step = _trainee()
-    for _ in range(3):
-        step()
-    weights = _copy(model.state_dict())
-    state = _copy(optimizer.state_dict())
-    state["param_state"] = _copy(optimizer.get_parameter_state_dp_zero(use_gloo_comm=False))
-    state["param_state_sharding_type"] = "dp_zero_gather_scatter"
-    for _ in range(3):
-        step()
-    resumed, resumed_optimizer, resumed_step = _trainee()
-    resumed.load_state_dict(weights)
-    resumed_optimizer.load_state_dict(state)
-    for _ in range(3):
-        resumed_step()
-    equal = all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True)
-    )
+    equal = tiny.resumes_bitwise(_trainee, 3)
     return FINE if equal else "weights differ three steps after the resume"
 
 

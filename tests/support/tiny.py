@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 VOCAB = 64
 TOKENS = 16
@@ -231,3 +233,28 @@ def gated_delta_norm() -> str:
     torch.distributed.all_reduce(before[name])
     same = torch.allclose(gradients(net)[name], before[name])
     return FINE if same else "the gradient of one rank's heads"
+
+
+def resumes_bitwise(trainee: Callable[[], tuple[Any, Any, Callable[[], None]]], steps: int) -> bool:
+    """Return whether a second trainee (model, optimizer and a step), with megatron-core's state of
+    the first after three steps, has equal weights after so many more.
+    """
+    model, optimizer, step = trainee()
+    for _ in range(3):
+        step()
+    weights = _copy(model.state_dict())
+    state = _copy(optimizer.state_dict())
+    state["param_state"] = _copy(optimizer.get_parameter_state_dp_zero(use_gloo_comm=False))
+    state["param_state_sharding_type"] = "dp_zero_gather_scatter"
+    resumed, resumed_optimizer, resumed_step = trainee()
+    resumed.load_state_dict(weights)
+    resumed_optimizer.load_state_dict(state)
+    for _ in range(steps):
+        step()
+        resumed_step()
+    pairs = zip(model.parameters(), resumed.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def _copy(tree: Any) -> Any:
+    return tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, tree)

@@ -140,6 +140,35 @@ def test_blend_small_part_is_named(tmp_path: Path, prefixes: list[str]) -> None:
         open_splits(data, 60_000, 5, prepare(data), need=("train",))
 
 
+def assert_has_a_working_fix(
+    code: str, change: dict[str, object], prefixes: list[str], blend: list[str]
+) -> None:
+    """Change a valid blend, in which `P0` stands for the first of the prefixes, and apply the first
+    fix of the problem with this code.
+    """
+
+    def real(value: object) -> object:
+        if isinstance(value, list):
+            return [real(item) for item in value]
+        if isinstance(value, str) and value[0] == "P":
+            return prefixes[int(value[1])] + value[2:]
+        return value
+
+    base = {
+        "data.kind": "indexed",
+        "data.blend": blend,
+        "data.seq_length": 16,
+        "model.vocab_size": 60_000,
+        "trainer.eval_iters": 0,
+    }
+    raw = apply(tiny(), base)
+    assert errors(raw) == []
+    raw = apply(raw, {key: real(value) for key, value in change.items()})
+    found = [p for p in errors(raw) if p.code == code]
+    assert found, errors(raw)
+    assert code not in {p.code for p in errors(apply(raw, first_fix(found[0])))}
+
+
 @pytest.mark.parametrize(
     ("code", "change"),
     [
@@ -153,26 +182,7 @@ def test_blend_small_part_is_named(tmp_path: Path, prefixes: list[str]) -> None:
 def test_blend_impossible_has_a_working_fix(
     code: str, change: dict[str, object], prefixes: list[str]
 ) -> None:
-    def real(value: object) -> object:
-        if isinstance(value, list):
-            return [real(item) for item in value]
-        if isinstance(value, str) and value[0] == "P":
-            return prefixes[int(value[1])] + value[2:]
-        return value
-
-    base = {
-        "data.kind": "indexed",
-        "data.blend": prefixes,
-        "data.seq_length": 16,
-        "model.vocab_size": 60_000,
-    }
-    base["trainer.eval_iters"] = 0
-    raw = apply(tiny(), base)
-    assert errors(raw) == []
-    raw = apply(raw, {key: real(value) for key, value in change.items()})
-    found = [p for p in errors(raw) if p.code == code]
-    assert found, errors(raw)
-    assert code not in {p.code for p in errors(apply(raw, first_fix(found[0])))}
+    assert_has_a_working_fix(code, change, prefixes, prefixes)
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.2, 0.1], [3.0, 1.0, 1.0]])
@@ -356,27 +366,8 @@ def test_blend_splits_may_have_own_corpora(prefixes: list[str]) -> None:
 def test_blend_impossible_plan_has_a_working_fix(
     code: str, change: dict[str, object], prefixes: list[str], tmp_path: Path
 ) -> None:
-    prefixes = [*prefixes, corpus(tmp_path / "few", 0, 10)]
-
-    def real(value: object) -> object:
-        if isinstance(value, list):
-            return [real(item) for item in value]
-        if isinstance(value, str) and value[0] == "P":
-            return prefixes[int(value[1])] + value[2:]
-        return value
-
-    base = {
-        "data.kind": "indexed",
-        "data.blend": prefixes[:3],
-        "data.seq_length": 16,
-        "model.vocab_size": 60_000,
-    }
-    raw = apply(tiny(), {**base, "trainer.eval_iters": 0})
-    assert errors(raw) == []
-    raw = apply(raw, {key: real(value) for key, value in change.items()})
-    found = [p for p in errors(raw) if p.code == code]
-    assert found, errors(raw)
-    assert code not in {p.code for p in errors(apply(raw, first_fix(found[0])))}
+    few = corpus(tmp_path / "few", 0, 10)
+    assert_has_a_working_fix(code, change, [*prefixes, few], prefixes[:3])
 
 
 def test_blend_split_flags_round_trip(prefixes: list[str]) -> None:
