@@ -296,8 +296,13 @@ def test_report_page_of_several_runs_compares_and_scales(tmp_path: Path) -> None
     for ranks, rate in ((1, 1000.0), (2, 1800.0)):
         keys = {"parallel__tp": ranks, "parallel__ranks": ranks}
         lines = lines_of(50, tokens_per_s=rate, model_flops=1e9)
+        for line in lines:
+            line["loss"] += 1 / line["step"]
         homes.append(folder(tmp_path / f"ranks{ranks}", lines, **keys))
-    _, page = reported(*homes)
+    text, page = reported(*homes)
+    shown = shown_in(text, *homes)
+    assert [(one.where, one.text) for one in shown if not one.holds(one.text)] == []
+    assert not any(one.holds(wrong) for one in shown for wrong in one.wrong())
     assert ["parallel.tp", "1", "2", "parallelism"] in page.rows
     assert "equal bitwise in 50 steps." in page.words
     assert ["2", "ranks2", "1.80k", "-", "90.0%", "40.0%"] in page.rows
