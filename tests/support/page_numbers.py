@@ -150,18 +150,22 @@ def _several(body: Element, first: Folder) -> Iterator[Shown]:
     """Yield the texts of a page about several runs."""
     title = ""
     runs = first.runs
+    others = iter(list(runs.values())[1:])
+    pair = [first]
     for part in body.inside:
         assert isinstance(part, Element)
         if part.tag == "h1":
             yield Shown("title", part.text, lambda t: agrees(t, [len(runs)]))
         elif part.tag == "h2":
             title = part.text
-            pair = [f"{first.home.name} and {name}" for name in runs]
-            yield Shown("heading", title, pair.__contains__)
+            if " and " in title:
+                pair = [first, next(others)]
+                wanted = f"{first.home.name} and {pair[1].home.name}"
+                yield Shown("heading", title, wanted.__eq__)
         elif any(part.all("svg")):
             (svg,) = part.all("svg")
             yield from _chart(svg, _over(title.removeprefix("Loss over "), runs), first)
-        elif part.facts.get("class") == "key":
+        elif part.facts.get("class") == "key" and title != "Scaling":
             yield from _exactly("legend", [s.text for s in part.all("span")], list(runs))
         elif any(row.facts.get("data-from") for row in part.all("tr")) or part.tag == "p":
             for row in part.all("tr") if part.tag == "div" else [part]:
@@ -170,33 +174,28 @@ def _several(body: Element, first: Folder) -> Iterator[Shown]:
         else:
             for row in part.all("tr"):
                 cells = [cell.text for cell in row.all("td", "th")]
-                yield Shown("keys", "\n".join(cells), lambda t: _is_difference(t, runs))
+                two = tuple(pair)
+                yield Shown("keys", "\n".join(cells), lambda t, p=two: _is_difference(t, p, runs))
 
 
-def _is_difference(text: str, runs: dict[str, Folder]) -> bool:
+def _is_difference(text: str, pair: Sequence[Folder], runs: dict[str, Folder]) -> bool:
     """Return whether cells are a run and its folder, or a key and its values in two runs."""
     key, *cells = text.split("\n")
     if key in runs:
         return cells == [str(runs[key].home)]
     if key == "key":
-        return set(cells[:2]) <= runs.keys()
-    values = {short_of(show(run.record.values.get(key))) for run in runs.values()}
-    if not all(key in run.record.values for run in runs.values()):
-        return False
-    return set(cells[:2]) <= values and not re.search(r"\d", "".join(cells[2:]))
+        return cells == [*(run.home.name for run in pair), "changes"]
+    values = [short_of(show(run.record.values.get(key))) for run in pair]
+    known = all(key in run.record.values for run in pair)
+    return known and cells[:2] == values and not re.search(r"\d", "".join(cells[2:]))
 
 
 def _over(axis: str, runs: dict[str, Folder]) -> list[dict[float, float]]:
     """Return the losses of runs over steps, or over the sum of a key, or the chart of scaling."""
     if axis == "Scaling":
-        ranks = {run.config.parallel.ranks: run for run in runs.values()}
-        rates = {
-            n: float(run.expected("metrics.jsonl:tokens_per_s:median")[0])
-            for n, run in ranks.items()
-        }
+        rates = next(iter(runs.values())).rates
         fewest = min(rates)
-        ideal = {float(n): rates[fewest] / fewest * n for n in sorted(ranks)}
-        return [{float(n): rates[n] for n in sorted(rates)}, ideal]
+        return [rates, {ranks: rates[fewest] / fewest * ranks for ranks in rates}]
     keys = {"tokens": "tokens", "seconds of steps": "step_s", "FLOPs of the model": "model_flops"}
     found = []
     for run in runs.values():

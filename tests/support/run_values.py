@@ -71,6 +71,16 @@ class Folder:
         whole = self.life.wall_s if (self.home / "life.jsonl").is_file() else 0.0
         return max(whole, sum(self.curve("step_s").values()))
 
+    @property
+    def rates(self) -> dict[float, float]:
+        """Return the highest median of tokens/s of the runs of a page, by ranks."""
+        found: dict[float, float] = {}
+        for run in sorted(self.runs.values(), key=lambda run: run.config.parallel.ranks or 1):
+            ranks = float(run.config.parallel.ranks or 1)
+            (rate,) = run.expected("metrics.jsonl:tokens_per_s:median")
+            found[ranks] = max(float(rate), found.get(ranks, 0.0))
+        return found
+
     def expected(self, sources: str) -> Values:
         """Return the values that sources stand for."""
         values: Values = []
@@ -90,9 +100,8 @@ class Folder:
                 values = values[2:]
             elif word == "ideal":
                 ranks, rate = float(values[0]), float(values[2])
-                fewest = min(self.runs.values(), key=lambda run: run.config.parallel.ranks)
-                (whole,) = fewest.expected("metrics.jsonl:tokens_per_s:median")
-                values.append(rate / ranks * fewest.config.parallel.ranks / float(whole))
+                fewest = min(self.rates)
+                values.append(rate / ranks * fewest / self.rates[fewest])
             elif ":" not in word:
                 values.append(unquote(word.partition("/")[0]))
             else:
