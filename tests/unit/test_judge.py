@@ -43,19 +43,24 @@ def wrong(event: Event, kind: str) -> None:
         event.output["not_finite"] = 3
     elif kind == SIGN:
         event.agreement = -(event.agreement or 0.0)
+        event.scaling = (-event.scaling[0], event.scaling[1]) if event.scaling else None
     else:
         event.output["rms"] *= 100
         event.predicted /= 100
+        event.scaling = (event.scaling[0], event.scaling[1] / 100) if event.scaling else None
 
 
 @pytest.mark.parametrize("kind", [NOT_FINITE, FACTOR, SIGN])
-@pytest.mark.parametrize("agreement", [0.9, 0.35])
-def test_judge_fault_of_one_micro_batch_is_found(kind: str, agreement: float) -> None:
+@pytest.mark.parametrize(("agreement", "scales"), [(0.9, False), (0.35, False), (0.1, True)])
+def test_judge_fault_of_one_micro_batch_is_found(kind: str, agreement: float, scales: bool) -> None:
     draw = random.Random(1)
     healthy = Healthy()
-    for _ in range(3):
-        healthy.learn(step_of(0.1, draw, agreement))
-    events = step_of(0.1, draw, agreement)
+    steps = [step_of(0.1, draw, agreement) for _ in range(4)]
+    for event in (event for step in steps for event in step):
+        event.scaling = (draw.uniform(0.9, 1.0), draw.uniform(0.4, 0.5)) if scales else None
+    for step in steps[:3]:
+        healthy.learn(step)
+    events = steps[3]
     assert healthy.first_abnormal(events) is None
     wrong(events[5], kind)
     # a later one has received it
@@ -63,7 +68,7 @@ def test_judge_fault_of_one_micro_batch_is_found(kind: str, agreement: float) ->
         events[7].input["not_finite"] = events[7].output["not_finite"] = 1
     found = healthy.first_abnormal(events)
     assert found is not None
-    assert (found.event, found.kind) == (events[5], kind)
+    assert (found.event.order, found.event.micro_batch, found.kind) == ((0, 1), 2, kind)
 
 
 def test_judge_growth_of_all_micro_batches_is_healthy() -> None:

@@ -22,6 +22,7 @@ from mtrain.config.resolve.resolution import resolve
 from mtrain.plan.compare import planned
 from tests.support.commands import environment
 from tests.support.configs import LAPTOP, tiny
+from tests.support.page_numbers import shown_in
 from tests.support.patience import patient
 from tests.support.run_folders import Line, event, folder, life, lines_of, reported
 
@@ -31,7 +32,7 @@ TAGS = (
 )
 ATTRIBUTES = (
     "lang charset name content http-equiv class style viewbox role d x y width height fill stroke"
-    " stroke-width stroke-linejoin points text-anchor data-from"
+    " stroke-width stroke-linejoin points text-anchor data-from title"
 )
 
 
@@ -146,8 +147,8 @@ class Sources(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         own = dict(attrs).get("data-from")
-        if own is not None:
-            assert not self.files
+        # Elements inside of a part name their own keys.
+        if own is not None and tag == "div" and not self.files:
             self.files = own
             self.depth = 0
         self.depth += tag == "div"
@@ -168,7 +169,11 @@ class Sources(HTMLParser):
 
 def test_report_page_numbers_come_from_the_files_it_names(tmp_path: Path) -> None:
     """Take away the files that a part names: a number that stays came from elsewhere."""
-    lines = [*lines_of(60), {"step": 60, "valid_loss": 2.3456}]
+    lines = lines_of(60)
+    for line in lines:
+        for key in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
+            line[key] *= 2 - line["step"] / 60
+    lines += [{"step": 50, "valid_loss": 2.4567}, {"step": 60, "valid_loss": 2.3456}]
     events = [event("alert", 7, name="loss", text="at 7.25"), event("checkpoint", 50, name="s")]
     events += [event("memory", n, by_rank={"allocated_bytes": [n << 30]}) for n in range(60)]
     events += [event("straggler", 9, rank=3, machine="box", own_s=0.08, usual_s=0.05)]
@@ -176,7 +181,11 @@ def test_report_page_numbers_come_from_the_files_it_names(tmp_path: Path) -> Non
     life(home, {"stepping": 10.0, "saving": 6.0, "starting": 4.0}, 60)
     (home / "memory.json").write_text('{"peak_bytes_by_rank": [3145728]}')
     (home / "env.json").write_text('{"versions": {"torch": "2.9"}}')
-    whole = Sources(reported(home)[0]).found
+    page, _ = reported(home)
+    shown = shown_in(page, home)
+    assert [(one.where, one.text) for one in shown if not one.holds(one.text)] == []
+    assert not any(one.holds(wrong) for one in shown for wrong in one.wrong())
+    whole = Sources(page).found
     assert not [text for text in whole.get("", []) if "tiny" not in text]
     assert {"events", "life.jsonl", "memory.json plan.json run.yaml"} <= whole.keys()
     for files in whole.keys() - {"", "run.yaml"}:
@@ -287,8 +296,13 @@ def test_report_page_of_several_runs_compares_and_scales(tmp_path: Path) -> None
     for ranks, rate in ((1, 1000.0), (2, 1800.0)):
         keys = {"parallel__tp": ranks, "parallel__ranks": ranks}
         lines = lines_of(50, tokens_per_s=rate, model_flops=1e9)
+        for line in lines:
+            line["loss"] += 1 / line["step"]
         homes.append(folder(tmp_path / f"ranks{ranks}", lines, **keys))
-    _, page = reported(*homes)
+    text, page = reported(*homes)
+    shown = shown_in(text, *homes)
+    assert [(one.where, one.text) for one in shown if not one.holds(one.text)] == []
+    assert not any(one.holds(wrong) for one in shown for wrong in one.wrong())
     assert ["parallel.tp", "1", "2", "parallelism"] in page.rows
     assert "equal bitwise in 50 steps." in page.words
     assert ["2", "ranks2", "1.80k", "-", "90.0%", "40.0%"] in page.rows

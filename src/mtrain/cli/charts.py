@@ -198,7 +198,10 @@ def heat(rows: Mapping[str, Points]) -> str:
     svg.text(NAMES, TOP + CELL * len(named) + 16, f"step {steps[0]}")
     svg.text(PAGE - 80, TOP + CELL * len(named) + 16, f"step {steps[-1]}")
     edges = [low * (high / low) ** (n / len(SHADES)) for n in range(len(SHADES))]
-    names = [(f"from {words_of(edge)}", SHADES[n]) for n, edge in enumerate(edges)]
+    words = [words_of(edge) for edge in edges]
+    if len(set(words)) < len(words):
+        words = [f"{edge:.8g}" for edge in edges]
+    names = [(f"from {word}", SHADES[n]) for n, word in enumerate(words)]
     return legend(names if high > low else [(words_of(low), SHADES[0])]) + svg.markup()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
+from urllib.parse import quote
 
 from mtrain.errors import in_a_line, visible
 from mtrain.pages import html_page as html_page
@@ -42,17 +43,40 @@ def short_of(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def table_of(rows: Iterable[Sequence[Any]], head: Sequence[str] = (), prose: int = -1) -> str:
-    """Return a table of texts; the column `prose` holds sentences."""
+def source(file: str, key: str, how: str = "") -> str:
+    """Return the source of a number: a file of the run folder, a key in it, and how the number is
+    made of its values; empty: it is the value.
+    """
+    return ":".join([file, quote(short_of(key), safe=""), *([how] if how else [])])
+
+
+def sourced(sources: str) -> str:
+    """Return the attributes of an element that name the sources of its numbers, in their order;
+    none without sources.
+    """
+    words = text_of(sources)
+    return f' data-from="{words}" title="from {words}"' if words else ""
+
+
+def table_of(
+    rows: Iterable[Sequence[Any]],
+    head: Sequence[str] = (),
+    prose: int = -1,
+    sources: Sequence[str] = (),
+) -> str:
+    """Return a table of texts; the column `prose` holds sentences, and `sources` has the source of
+    each row.
+    """
     lines = []
     if head:
         lines.append(f"<tr>{''.join(f'<th>{text_of(cell)}</th>' for cell in head)}</tr>")
-    for row in rows:
+    for number, row in enumerate(rows):
         cells = (
             f"<td{' class=how' if place == prose else ''}>{text_of(cell)}</td>"
             for place, cell in enumerate(row)
         )
-        lines.append(f"<tr>{''.join(cells)}</tr>")
+        own = sourced(sources[number]) if sources else ""
+        lines.append(f"<tr{own}>{''.join(cells)}</tr>")
     return f'<div class="pic"><table>{"".join(lines)}</table></div>'
 
 

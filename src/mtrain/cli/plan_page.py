@@ -412,7 +412,7 @@ def _group(svg: Svg, grid: RankGrid, group: Machines, devices: int, columns: int
                 SIDE - 2,
                 SIDE - 2,
                 hue(stage, grid.pp),
-                f"rank {rank}: {axes}",
+                f"rank {rank}: {axes}" if axes else f"rank {rank}",
                 outline=_in_a_copy(grid, at),
             )
     return y + -(-drawn // per_row) * high + 24

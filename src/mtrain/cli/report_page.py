@@ -9,7 +9,17 @@ from typing import Any
 
 from mtrain.cli.charts import ROWS, TICK_COLOUR, Axes, Flag, bars, chart, heat
 from mtrain.cli.goodput import is_owned
-from mtrain.cli.html import PAGE, Svg, html_page, hue, legend, short_of, table_of
+from mtrain.cli.html import (
+    PAGE,
+    Svg,
+    html_page,
+    hue,
+    legend,
+    short_of,
+    source,
+    sourced,
+    table_of,
+)
 from mtrain.cli.plan_page import grid_of, schedule_of
 from mtrain.cli.plan_pictures import share
 from mtrain.config.compose.paths import ENVIRONMENT
@@ -23,9 +33,11 @@ from mtrain.layout.grid import RankGrid
 from mtrain.pages import text_of
 from mtrain.plan.compare import (
     ALLOCATED,
+    MEASURED,
     MOST_BYTES,
     PLAN,
     Row,
+    by_rank_of,
     counts_memory,
     lines_of_run,
     peaks_in,
@@ -36,7 +48,7 @@ from mtrain.plan.compare import (
 from mtrain.plan.rank import stage_memories
 from mtrain.plan.timeline import timeline
 from mtrain.report.causes import Found, causes
-from mtrain.report.costs import Cost, costs, grown
+from mtrain.report.costs import Cost, Excess, costs, grown
 from mtrain.report.differing import digest_of_numbers
 from mtrain.report.folder import Record, curve, number
 from mtrain.report.profiled import Profile, last_profile
@@ -90,7 +102,8 @@ def page_of(record: Record, *, tune: bool = False) -> str:
     story = tell(record)
     life = _life(record)
     compared = _compared(record)
-    body = [f"<h1>{text_of(record.name)}</h1>", f"<p>{text_of(_what(record))}</p>"]
+    what = f"<p{sourced('run.yaml::layout')}>{text_of(_what(record))}</p>"
+    body = [f"<h1>{text_of(record.name)}</h1>", what]
     if record.problem:
         body.append(
             f"<p>run.yaml cannot be read by this version: {text_of(short_of(record.problem))}</p>"
@@ -120,7 +133,9 @@ def page_of(record: Record, *, tune: bool = False) -> str:
 
 
 def _from(files: str, made: Iterable[str]) -> Iterator[str]:
-    """Yield parts of the page in an element that names the files of their numbers."""
+    """Yield parts of the page in an element that names the files of their numbers; elements inside
+    name keys of them.
+    """
     parts = list(made)
     if parts:
         yield f'<div data-from="{files}">'
@@ -188,26 +203,31 @@ def _compared(record: Record) -> list[Row]:
 
 def _cards(record: Record, life: Account | None) -> str:
     steps = f"{max(record.steps, default=0)}"
+    of_steps = "metrics.jsonl:step:last"
     if record.config is not None:
         steps += f" of {record.config.trainer.steps}"
-    cards = {"steps": steps}
+        of_steps += " run.yaml:trainer.train_iters"
+    cards = [("steps", steps, of_steps)]
     end = end_of([value for _, value in curve(record.steps, "loss")])
     if end is not None:
-        cards[f"loss, mean of the last {end.steps} steps"] = f"{end.mean:.4f} ± {end.noise:.1g}"
+        words = f"loss, mean of the last {end.steps} steps"
+        cards.append((words, f"{end.mean:.4f} ± {end.noise:.1g}", "metrics.jsonl:loss:tail"))
     last = curve(record.evaluations, "valid_loss")
     if last:
-        cards[f"validation loss at step {last[-1][0]}"] = f"{last[-1][1]:.4f}"
+        words = f"validation loss at step {last[-1][0]}"
+        cards.append((words, f"{last[-1][1]:.4f}", "metrics.jsonl:valid_loss:last"))
     for key, words in (("tokens_per_s", "tokens/s, median"), ("mfu", "MFU, median")):
         value = usual(record.steps, key)
         if value is not None:
-            cards[words] = share(value) if key == "mfu" else short(value)
+            shown = share(value) if key == "mfu" else short(value)
+            cards.append((words, shown, f"metrics.jsonl:{key}:median"))
     if life is not None:
-        cards["goodput"] = share(life.goodput)
-        cards["lived"] = seconds(life.wall_s)
-        cards["state"] = life.attempts[-1].end
+        cards.append(("goodput", share(life.goodput), "life.jsonl:stepping:share"))
+        cards.append(("lived", seconds(life.wall_s), "life.jsonl::sum"))
+        cards.append(("state", life.attempts[-1].end, "life.jsonl:end:last"))
     made = (
-        f'<div class="card"><b>{text_of(value)}</b><span>{text_of(name)}</span></div>'
-        for name, value in cards.items()
+        f'<div class="card"{sourced(of)}><b>{text_of(value)}</b><span>{text_of(name)}</span></div>'
+        for name, value, of in cards
     )
     return f'<div class="cards">{"".join(made)}</div>'
 
@@ -254,20 +274,27 @@ def _told(story: Story) -> Iterator[str]:
     shown = sorted([*grave, *story.of(WARNING)][:MOST_TOLD], key=lambda mark: mark.step)
     left = len(marks) - len(shown)
     yield "<h2>What happened</h2>"
-    yield table_of([(m.step, m.kind, m.text) for m in shown], ("step", "", "what"), prose=2)
+    of = [_source_of(mark.kind) for mark in shown]
+    yield table_of([(m.step, m.kind, m.text) for m in shown], ("step", "", "what"), 2, of)
     if left:
         yield f"<p>and {left} more</p>"
 
 
-def _causes(record: Record, story: Story, profile: Profile | None) -> dict[str, float]:
+def _source_of(kind: str) -> str:
+    """Return the source of a mark."""
+    keys = {SPIKE: "loss", SKIP: "skipped"}
+    return f"metrics.jsonl:{keys[kind]}:marks" if kind in keys else "events:kind:marks"
+
+
+def _causes(record: Record, story: Story, profile: Profile | None) -> list[Excess]:
     config = record.config
     if config is None:
-        return {}
+        return []
     peaks = (_or_none(lambda: peaks_in(record.home)) or {}) if counts_memory(config) else {}
     peak = max((size for size in peaks.get(ALLOCATED, ()) if size is not None), default=None)
     samples = story.memory.get("host_free_bytes")
     free = samples[-1][1] if samples else None
-    return dict(causes(Found(record, config, story, profile, peak, free)))
+    return list(causes(Found(record, config, story, profile, peak, free)))
 
 
 def _slowed(found: Sequence[Cost], story: Story) -> Iterator[str]:
@@ -282,11 +309,14 @@ def _slowed(found: Sequence[Cost], story: Story) -> Iterator[str]:
     yield table_of(
         ((one.cause, seconds(one.seconds), short(one.rate)) for one in found),
         ("cause", "time", "tokens/s"),
+        sources=[f"{one.source} price" for one in found],
     )
     if slow is not None:
+        own = sourced("events:straggler:slowest")
         yield (
-            f"<p>The slowest rank was {slow.rank} on {text_of(slow.machine)}: at step {slow.step}"
-            f" its own work took {duration(slow.own_s)} a step, and that of its pipeline stage"
+            f"<p{own}>The slowest rank was {slow.rank} on"
+            f" {text_of(slow.machine)}: at step {slow.step} its own work took"
+            f" {duration(slow.own_s)} a step, and that of its pipeline stage"
             f" {duration(slow.usual_s)}.</p>"
         )
 
@@ -327,13 +357,30 @@ def _planned(compared: Sequence[Row]) -> Iterator[str]:
     if not known:
         return
     table = []
+    of = []
     for row in known:
+        of.append(_sources_of_row(row))
         say = duration if row.kind == "time" else bytes_
         pair = ["-" if value is None else say(value) for value in (row.planned, row.measured)]
         off = "-" if row.off is None else f"{row.off:+.1%}"
         table.append((row.part, *pair, off, "beyond its bound" if row.beyond else ""))
     yield "<h2>Planned and measured</h2>"
-    yield table_of(table, ("part", "planned", "measured", "off", ""))
+    yield table_of(table, ("part", "planned", "measured", "off", ""), sources=of)
+
+
+def _sources_of_row(row: Row) -> str:
+    """Return the sources of a planned and a measured value, and of their quotient."""
+    if row.kind == "time":
+        key = f"{row.part.replace(' and ', '_')}_s"
+        return f"plan.json:planned.{key} metrics.jsonl:{key}:usual off"
+    if row.kind == "size":
+        return "plan.json:planned.checkpoint_bytes checkpoints:bytes:newest off"
+    name, _, stage = row.part.rpartition(" ")
+    prefix = name.removesuffix("memory of stage")
+    key = next(key for key, word in MEASURED.items() if word == prefix)
+    plan = f"memory_by_stage.{key}" if row.kind == "memory" else "peak_bytes_by_stage"
+    peaks = f"memory.json:{by_rank_of(key)}:stage{stage}"
+    return f"plan.json:planned.{plan}.{stage} {peaks} off"
 
 
 def _schedules(record: Record, profile: Profile | None) -> Iterator[str]:
@@ -344,14 +391,15 @@ def _schedules(record: Record, profile: Profile | None) -> Iterator[str]:
         return
     yield "<h2>Pipeline schedule</h2>"
     yield (
-        f"<p>Measured in step {profile.step}, which a profile made longer: the busiest stage waits"
-        f" {share(measured.bubble)} of the time between the first forward and the last"
-        " backward.</p>"
+        f"<p{sourced('profiles:step profiles:bubble')}>Measured in step {profile.step}, which a"
+        f" profile made longer: the busiest stage waits {share(measured.bubble)} of the time"
+        " between the first forward and the last backward.</p>"
     )
     yield from schedule_of(measured)
     planned = _or_none(lambda: timeline(stage_memories(config), whole=True))
     if planned is not None:
-        yield f"<p>Planned by the FLOPs of stages: it waits {share(planned.bubble)}.</p>"
+        yield f"<p{sourced('run.yaml:parallel.pp:planned')}>Planned by the FLOPs of stages: it"
+        yield f" waits {share(planned.bubble)}.</p>"
         yield from schedule_of(planned)
 
 
@@ -367,7 +415,8 @@ def _memory(story: Story) -> Iterator[str]:
         yield "<h2>Memory over the steps</h2>"
         words = grown(story)
         warns = f" It never stopped growing:{words.partition(':')[2]}." if words else ""
-        yield f"<p>GiB, of the rank with the most.{text_of(warns)}</p>"
+        own = sourced("events:memory:growth" if words else "")
+        yield f"<p{own}>GiB, of the rank with the most.{text_of(warns)}</p>"
         yield drawn
 
 
@@ -389,7 +438,8 @@ def _by_rank(record: Record) -> Iterator[str]:
     if drawn:
         most = max(value for value in found if value is not None)
         yield "<h2>Memory by rank</h2>"
-        yield f"<p>The most is {bytes_(most)}, on rank {found.index(most)}.</p>"
+        own = sourced(f"memory.json:{by_rank_of(ALLOCATED)}:most")
+        yield f"<p{own}>The most is {bytes_(most)}, on rank {found.index(most)}.</p>"
         yield drawn
 
 
@@ -414,17 +464,20 @@ def _goodput(life: Account | None) -> Iterator[str]:
         svg.box(x, 6, wide, 32, hue(place, len(spent)), f"{cause}: {seconds(value)}")
         x += wide
     yield "<h2>Goodput</h2>"
-    yield f"<p>{text_of(life.line())}</p>"
+    yield f"<p{sourced('life.jsonl::line')}>{text_of(life.line())}</p>"
     yield legend((cause, hue(place, len(spent))) for place, cause in enumerate(spent))
     yield svg.markup()
-    yield table_of((cause, seconds(v), share(v / life.wall_s)) for cause, v in spent.items())
+    yield table_of(
+        ((cause, seconds(v), share(v / life.wall_s)) for cause, v in spent.items()),
+        sources=[f"life.jsonl:{cause} share" for cause in spent],
+    )
     attempts = []
     for place, one in enumerate(life.report()["attempts"], 1):
         end = short_of(f"{one['end']} {one['why']}")
         attempts.append((place, one["began"], short_of(one["machine"]), one["step"], end))
-    yield table_of(
-        attempts[-MOST_TOLD:], ("attempt", "began", "machine", "to step", "end"), prose=4
-    )
+    shown = attempts[-MOST_TOLD:]
+    head = ("attempt", "began", "machine", "to step", "end")
+    yield table_of(shown, head, 4, [f"life.jsonl:attempt:{row[0]}" for row in shown])
 
 
 def _layout(record: Record) -> list[str]:
@@ -449,9 +502,11 @@ def _data(record: Record) -> Iterator[str]:
         weight = shares[place] if len(shares) == len(names) else None
         of = "-" if not isinstance(weight, int | float) else share(weight / total)
         table.append((short_of(name), of))
+    of_weights = [f"run.yaml:data.blend_weights:{place}" for place in range(len(table))]
     yield "<h2>Data by source</h2>"
-    yield f"<p>{count(consumed)} tokens were predicted in the steps above.</p>"
-    yield table_of(table, ("source", "share by weight"))
+    own = sourced("metrics.jsonl:tokens:sum")
+    yield f"<p{own}>{count(consumed)} tokens were predicted in the steps above.</p>"
+    yield table_of(table, ("source", "share by weight"), sources=of_weights)
 
 
 def _recipe(record: Record) -> Iterator[str]:
@@ -466,9 +521,12 @@ def _recipe(record: Record) -> Iterator[str]:
             short_of(f"version of {name}"): short_of(version)
             for name, version in list(versions.items())[:MOST_TOLD]
         }
+    own = {"folder": "", "numbers": "run.yaml::numbers", "digest": "run.yaml::digest"}
+    of = [own.get(name, source("env.json", name)) for name in facts]
     yield "<h2>Recipe and versions</h2>"
-    yield table_of(facts.items(), prose=1)
+    yield table_of(facts.items(), (), 1, of)
     keys = list(record.values.items())[:MOST_KEYS]
-    yield f"<details><summary>{number_of(len(keys), 'key')} of run.yaml</summary>"
+    amount = number_of(len(keys), "key")
+    yield f"<details><summary{sourced('run.yaml::keys')}>{amount} of run.yaml</summary>"
     yield table_of(((key, short_of(show(value))) for key, value in keys), prose=1)
     yield "</details>"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from urllib.parse import quote
 
 from mtrain.cli.charts import Axes, chart
 from mtrain.cli.compare import end_words, tolerances, verdict
-from mtrain.cli.html import html_page, short_of, table_of
+from mtrain.cli.html import html_page, short_of, sourced, table_of
 from mtrain.cli.plan_pictures import share
 from mtrain.cli.report_page import STYLE, plan_of
 from mtrain.errors import show
@@ -37,7 +38,8 @@ def page_of(records: Sequence[Record]) -> str:
     for name, other in zip(names[1:], records[1:], strict=True):
         found = compare(first, other, tolerances(first, other))
         body.append(f"<h2>{text_of(names[0])} and {text_of(name)}</h2>")
-        body.append(f"<p>{text_of(verdict(found))}.</p>")
+        own = sourced(f"{_metrics(names[0])} {_metrics(name)} compared")
+        body.append(f"<p{own}>{text_of(verdict(found))}.</p>")
         if keys := found.differences[:MOST_KEYS]:
             table = ((d.key, short_of(show(d.left)), short_of(show(d.right)), d.kind) for d in keys)
             body.append(table_of(table, ("key", names[0], name, "changes")))
@@ -56,6 +58,15 @@ def _names(records: Sequence[Record]) -> list[str]:
             number += 1
         names.append(name)
     return names
+
+
+def _quoted(name: str) -> str:
+    """Return the name of a run as a source, and before those of its files."""
+    return quote(name, safe="")
+
+
+def _metrics(name: str) -> str:
+    return f"{_quoted(name)}/metrics.jsonl"
 
 
 def _ends(records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
@@ -83,7 +94,20 @@ def _ends(records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
         "<p>Loss and norm are means of the last tenth of the steps, with the standard error of the"
         " mean.</p>"
     )
-    yield table_of(rows, head)
+    keys = (
+        ("step", "last"),
+        ("loss", "end"),
+        ("valid_loss", "value"),
+        ("grad_norm", "end"),
+        ("tokens_per_s", "median"),
+        ("mfu", "median"),
+        ("step_s", "sum"),
+    )
+    sources = [
+        " ".join([_quoted(name), *(f"{_metrics(name)}:{key}:{how}" for key, how in keys)])
+        for name in names
+    ]
+    yield table_of(rows, head, sources=sources)
 
 
 def _curves(records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
@@ -128,7 +152,9 @@ def _scaling(records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
         "ideal": [(ranks, each * ranks) for ranks in sorted({row[0] for row in rows})],
     }
     yield "<h2>Scaling</h2>"
-    yield f"<p>The ideal line goes through the fewest ranks that ran, {fewest:.0f}.</p>"
+    rows.sort(key=lambda row: row[:2])
+    own = sourced(f"{_quoted(rows[0][1])}/run.yaml:parallel.ranks")
+    yield f"<p{own}>The ideal line goes through the fewest ranks that ran, {fewest:.0f}.</p>"
     yield chart(lines, Axes("ranks", from_zero=True))
     yield table_of(
         (
@@ -140,7 +166,16 @@ def _scaling(records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
                 "-" if rate is None else share(rate / (each * ranks)),
                 "-" if mfu is None else share(mfu),
             )
-            for ranks, name, rate, expected, mfu in sorted(rows, key=lambda row: row[:2])
+            for ranks, name, rate, expected, mfu in rows
         ),
         ("ranks", "run", "tokens/s", "planned", "of ideal", "MFU"),
+        sources=[_of_scaling(_quoted(row[1])) for row in rows],
     )
+
+
+def _of_scaling(name: str) -> str:
+    """Return the sources of a row about scaling."""
+    rate = f"{name}/metrics.jsonl:tokens_per_s:median"
+    planned = f"{name}/plan.json:planned.step_s:rate"
+    mfu = f"{name}/metrics.jsonl:mfu:median"
+    return f"{name}/run.yaml:parallel.ranks {name} {rate} {planned} ideal {mfu}"

@@ -28,6 +28,7 @@ from mtrain.plan.time.step import priced, step_time, step_work, unknown
 from mtrain.plan.time.work import Linear, Pairs, Work
 from mtrain.plan.timeline import BACKWARD
 from mtrain.plan.tune.space import MOST_TOKENS, changed
+from mtrain.report.costs import Excess
 from mtrain.report.folder import Record, curve
 from mtrain.report.profiled import Profile
 from mtrain.report.story import Story
@@ -79,15 +80,23 @@ class Found:
         return median(values) if values else 0.0
 
 
-def causes(found: Found) -> Iterator[tuple[str, float]]:
+def causes(found: Found) -> Iterator[Excess]:
     """Yield the causes with the seconds that each took from all steps."""
     steps = len(found.record.steps)
-    for cause in (_parts, _stages, _router, _recomputed, _small):
+    measured = "events:own_s:uneven" if found.story.own_s else "profiles:parts:uneven"
+    sources = {
+        _parts: "profiles:parts:beyond",
+        _stages: measured,
+        _router: "events:rank_loads:skewed",
+        _recomputed: "run.yaml:parallel.recompute:planned",
+        _small: "run.yaml:trainer.micro_batch_size:planned",
+    }
+    for cause, source in sources.items():
         # Each reads what another version may have written, and plans what may have no plan.
         with suppress(MtrainError, ValueError, ArithmeticError, KeyError, TypeError, IndexError):
             for words, excess in cause(found):
                 if excess > SHARE * found.step_s:
-                    yield words, excess * steps
+                    yield Excess(words, excess * steps, source)
 
 
 def _parts(found: Found) -> Iterator[tuple[str, float]]:

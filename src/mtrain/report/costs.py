@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from mtrain.goodput.account import Account
 from mtrain.goodput.meter import (
@@ -46,6 +47,15 @@ LEAST = 0.002
 """Causes of a smaller share of the time are left out."""
 
 
+class Excess(NamedTuple):
+    """The seconds that a cause took from all steps."""
+
+    cause: str
+    seconds: float
+    source: str
+    """The files and keys that they come from."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """A cause, and its seconds."""
@@ -54,6 +64,8 @@ class Cost:
     seconds: float
     rate: float
     """Tokens per second that it cost."""
+    source: str
+    """See `Excess`."""
 
 
 def costs(
@@ -61,7 +73,7 @@ def costs(
     story: Story,
     life: Account | None,
     compared: Sequence[Row],
-    causes: Mapping[str, float],
+    causes: Sequence[Excess],
 ) -> list[Cost]:
     """Return the causes by their cost, the largest first; they may overlap.
 
@@ -73,13 +85,13 @@ def costs(
     if not wall or not tokens:
         return []
     waits = sum(value for _, value in curve(record.steps, "data_wait_s"))
-    slow = {**dict(_of_steps(record, story)), **causes}
-    beyond = dict(_of_plan(record, compared, sum(slow.values())))
-    found = {**_of_life(life), WAITING.replace("_", " "): waits, **slow, **beyond}
+    slow = [*_of_steps(record, story), *causes]
+    beyond = _of_plan(record, compared, sum(one.seconds for one in slow))
+    waiting = Excess(WAITING.replace("_", " "), waits, "metrics.jsonl:data_wait_s:sum")
     return sorted(
         (
-            Cost(cause, seconds, tokens / (wall - seconds) - tokens / wall)
-            for cause, seconds in found.items()
+            Cost(cause, seconds, tokens / (wall - seconds) - tokens / wall, source)
+            for cause, seconds, source in (*_of_life(life), waiting, *slow, *beyond)
             if LEAST * wall < seconds < wall
         ),
         key=lambda cost: -cost.rate,
@@ -93,13 +105,14 @@ def _tokens(line: Mapping[str, object]) -> float:
     return rate * seconds if rate is not None and seconds is not None else 0.0
 
 
-def _of_life(life: Account | None) -> dict[str, float]:
+def _of_life(life: Account | None) -> list[Excess]:
     if life is None:
-        return {}
-    return {words: life.seconds[cause] for cause, words in WORDS.items()}
+        return []
+    spent = life.seconds
+    return [Excess(words, spent[cause], f"life.jsonl:{cause}") for cause, words in WORDS.items()]
 
 
-def _of_steps(record: Record, story: Story) -> Iterator[tuple[str, float]]:
+def _of_steps(record: Record, story: Story) -> Iterator[Excess]:
     slow = slowest(story)
     if slow is not None:
         # The reports that named it are about steps before.
@@ -110,14 +123,16 @@ def _of_steps(record: Record, story: Story) -> Iterator[tuple[str, float]]:
         excess = max(0.0, slow.own_s - slow.usual_s)
         slower = slow.own_s / max(slow.usual_s, 1e-9)
         words = f"rank {slow.rank} on {slow.machine}, {slower:.1f} x its stage"
-        yield f"{words}, since step {min(since, default=0)}", excess * len(since)
+        since_words = f"{words}, since step {min(since, default=0)}"
+        yield Excess(since_words, excess * len(since), "events:straggler:excess")
     times = [value for _, value in curve(record.steps, "step_s")][FIRST_STEPS:]
     quarter = len(times) // 4
     if quarter >= FIRST_STEPS:
         early = _beginning(times)
         if median(times[-quarter:]) > (1 + GROWTH) * early:
             words = f"steps that became slower{grown(story)}"
-            yield words, sum(max(0.0, time - early) for time in times)
+            excess = sum(max(0.0, time - early) for time in times)
+            yield Excess(words, excess, "events:memory:growth metrics.jsonl:step_s:slower")
 
 
 def _beginning(times: Sequence[float]) -> float:
@@ -149,11 +164,13 @@ def grown(story: Story) -> str:
     return ""
 
 
-def _of_plan(record: Record, compared: Sequence[Row], known: float) -> Iterator[tuple[str, float]]:
+def _of_plan(record: Record, compared: Sequence[Row], known: float) -> Iterator[Excess]:
     """Yield the parts that were slower than planned, beyond what other causes explain of it."""
     for row in compared:
         if row.part in PARTS and row.planned and row.measured and row.measured > row.planned:
             excess = (row.measured - row.planned) * len(record.steps)
             beyond = max(0.0, excess - known)
             known = max(0.0, known - excess)
-            yield f"{row.part}, slower than planned", beyond
+            key = f"{row.part.replace(' and ', '_')}_s"
+            source = f"plan.json:planned.{key}:beyond metrics.jsonl:{key}"
+            yield Excess(f"{row.part}, slower than planned", beyond, source)

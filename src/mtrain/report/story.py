@@ -158,7 +158,11 @@ def _remember(story: Story, event: Event) -> None:
         sizes = [number(value) for value in values] if isinstance(values, list) else []
         most = max((size for size in sizes if size is not None), default=None)
         if most is not None:
-            story.memory.setdefault(_text(key), []).append((event["step"], most))
+            points = story.memory.setdefault(_text(key), [])
+            # Of steps that an attempt made again, its samples count.
+            while points and points[-1][0] >= event["step"]:
+                points.pop()
+            points.append((event["step"], most))
             story.fullest[_text(key)] = sizes.index(most)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median, pstdev
 from typing import Any
 
@@ -27,6 +27,10 @@ RELIABLE = 0.5
 """The same of an output whose size is compared with that of its prediction."""
 FLIPPED = 0.5
 """The least cosine of a flipped sign, as a share of the usual one."""
+TURNED = 5.0
+"""Standard deviations of healthy cosines that a flipped one is away from them. Fewer than of sizes:
+it is also on the other side of 0.
+"""
 SMALLEST = 1e-30
 """The size of a prediction of 0."""
 NOT_FINITE = "not finite"
@@ -59,6 +63,10 @@ class Event:
     """The cosine of the output with its prediction; None: there is none."""
     predicted: float = 1.0
     """The size of the prediction over that of the output."""
+    scaling: tuple[float, float] | None = None
+    """The same two, of what a gradient takes from its tokens and what arrived there takes from the
+    outputs: the change of the loss when a token grows. None: they are not known.
+    """
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -116,21 +124,31 @@ class Healthy:
             return Finding(event, NOT_FINITE, words, bad / many)
         if received or len(known) < LEAST:
             return None
-        agreements = [one.agreement for one in known if one.agreement is not None]
-        typical = median(agreements) if len(agreements) >= LEAST else 0.0
+        seen = list(known)
+        typical = _typical(seen)
+        scaled = [_by_scaling(one) for one in seen if one.scaling is not None]
+        if event.scaling is not None and _typical(scaled) > typical:
+            typical = _typical(scaled)
+            seen = scaled
+            event = _by_scaling(event)
         predicted = typical >= RELIABLE
-        return self._size(event, step, predicted=predicted) or self._sign(event, agreements)
+        agreements = [one.agreement for one in seen if one.agreement is not None]
+        finding = self._size(event, seen, step, predicted=predicted)
+        return finding or self._sign(event, agreements)
 
-    def _size(self, event: Event, step: Sequence[Event], *, predicted: bool) -> Finding | None:
+    def _size(
+        self, event: Event, known: Sequence[Event], step: Sequence[Event], *, predicted: bool
+    ) -> Finding | None:
         change = _change(gain(event), map(gain, self.known[event.key]))
         if change is None:
             return None
         # Sizes may grow fast in a healthy run: the fault must be against something of this step.
         if predicted:
-            known = [one for one in self.known[event.key] if one.agreement is not None]
-            against = _change(_excess(event), map(_excess, known))
+            related = [one for one in known if one.agreement is not None]
+            against = _change(_excess(event), map(_excess, related))
         else:
-            against = _change(gain(event), (gain(one) for one in step if one is not event), 2)
+            others = (one for one in step if one.micro_batch != event.micro_batch)
+            against = _change(gain(event), map(gain, others), 2)
         if against is None or against * change < 0:
             return None
         factor = math.exp(against)
@@ -143,7 +161,7 @@ class Healthy:
             return None
         typical = median(usual)
         spread = max(NOISE, pstdev(usual))
-        if typical < RELATED or own > -FLIPPED * typical or typical - own < DEVIATIONS * spread:
+        if typical < RELATED or own > -FLIPPED * typical or typical - own < TURNED * spread:
             return None
         words = f"its cosine with its prediction is {own:.2f}, and {typical:.2f} in healthy steps"
         return Finding(event, SIGN, words, own)
@@ -156,6 +174,19 @@ def _change(own: float, others: Iterable[float], least: int = LEAST) -> float | 
         return None
     change = own - median(usual)
     return change if abs(change) > max(GAIN, DEVIATIONS * pstdev(usual)) else None
+
+
+def _typical(events: Iterable[Event]) -> float:
+    """Return the usual cosine of an output with its prediction; 0: it is not known."""
+    agreements = [one.agreement for one in events if one.agreement is not None]
+    return median(agreements) if len(agreements) >= LEAST else 0.0
+
+
+def _by_scaling(event: Event) -> Event:
+    """Return an event with its relation by scaling as its prediction."""
+    assert event.scaling is not None
+    agreement, predicted = event.scaling
+    return replace(event, agreement=agreement, predicted=predicted)
 
 
 def _excess(event: Event) -> float:

@@ -4,6 +4,9 @@ what it was made of, forward and backward.
 A fault that is finite shows in the relation. The gain, the size of the output over that of the
 input, finds a factor. A linear prediction of the output, learned in healthy steps from sketches of
 the input and of the outputs inside the module, finds a sign: the output then points the other way.
+A gated MLP has no linear relation from gradient to gradient. But if its input grows by a share, its
+output grows by about twice that share, so the products of gradient and token on both of its sides
+are proportional. No other module inside has to be known for it.
 """
 
 from __future__ import annotations
@@ -100,7 +103,9 @@ class Relations:
             return None
         predicted = (parts @ known).flatten()
         cosine = torch.nn.functional.cosine_similarity(predicted, output.flatten(), 0)
-        return torch.stack([cosine, _rms(predicted) * (scale / _rms(whole).clamp_min(1e-30))])
+        # The constant is a share of the output, so it says nothing of the output's size.
+        size = _rms(parts[:, :-1] @ known[:-1])
+        return torch.stack([cosine, size * (scale / _rms(whole).clamp_min(1e-30))])
 
 
 def _rms(x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +129,7 @@ class Tracer:
     def __init__(self, context: TrainContext) -> None:
         self.context = context
         self.relations = Relations()
-        self.raw: list[tuple[Event, Seen, list[Seen], torch.Tensor | None]] = []
+        self.raw: list[tuple[Event, Seen, list[Seen], torch.Tensor]] = []
         self.projections: dict[Any, torch.Tensor] = {}
 
     @contextmanager
@@ -147,11 +152,8 @@ class Tracer:
         if not self.raw:
             return []
         rows = []
-        for _, output, inputs, agreement in self.raw:
-            rows += [_row(seen) for seen in (output, *inputs)]
-            # in place of a number that is not there: no cosine is 2
-            two = torch.full_like(rows[-1][:2], 2.0) if agreement is None else agreement
-            rows.append(torch.cat([two, rows[-1][2:]]))
+        for _, output, inputs, relations in self.raw:
+            rows += [*(_row(seen) for seen in (output, *inputs)), relations]
         numbers = torch.stack(rows).double().cpu().tolist()
         found = []
         at = 0
@@ -159,8 +161,9 @@ class Tracer:
             event.output = _facts(output, numbers[at])
             own = [_facts(seen, numbers[at + 1 + i]) for i, seen in enumerate(inputs)]
             at += 2 + len(inputs)
-            cosine, event.predicted = numbers[at - 1][:2]
+            cosine, event.predicted, *scaling = numbers[at - 1]
             event.agreement = cosine if abs(cosine) < 1.5 else None
+            event.scaling = (scaling[0], scaling[1]) if abs(scaling[0]) < 1.5 else None
             # A module is judged by its first input, unless another one is already wrong.
             wrong = [one for one in own if one["not_finite"]]
             event.input = (wrong or own or [{}])[0]
@@ -209,15 +212,25 @@ class Tracer:
         return self.projections[key]
 
     def keep(
-        self, event: Event, output: Seen, inputs: Sequence[Seen], parts: Sequence[torch.Tensor]
+        self,
+        event: Event,
+        output: Seen,
+        inputs: Sequence[Seen],
+        parts: Sequence[torch.Tensor],
+        scaling: torch.Tensor | None = None,
     ) -> None:
-        """Keep an output with its inputs, and the `parts` that it is predicted from."""
+        """Keep an output with its inputs, the `parts` that it is predicted from, and its relation
+        by `scaling`.
+        """
         agreement = None
         if output.features is not None:
             own, *others = self._aligned([output.features, *parts])
             given = torch.cat(others, 1) if others else own[:, :0]
             agreement = self.relations.agreement(event.key, given, own, output.features)
-        self.raw.append((event, output, list(inputs), agreement))
+        # in place of a number that is not there: no cosine is 2
+        two = torch.full_like(torch.stack([output.rms, output.rms]), 2.0)
+        pairs = [two if pair is None else pair.to(two) for pair in (agreement, scaling)]
+        self.raw.append((event, output, list(inputs), torch.cat(pairs)))
 
     def _aligned(self, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows of features that are of the same tokens as those of the first, of which
@@ -322,13 +335,18 @@ class _Chunk:
         return name if again == 1 else f"{name} ({again})"
 
     def made_event(
-        self, event: Event, output: Seen, inputs: Sequence[Seen], parts: Sequence[torch.Tensor]
+        self,
+        event: Event,
+        output: Seen,
+        inputs: Sequence[Seen],
+        parts: Sequence[torch.Tensor],
+        scaling: torch.Tensor | None = None,
     ) -> None:
         """Keep an event, in its place in the order of execution."""
         at = (event.micro_batch, event.way)
         self.made[at] += 1
         event.order = (self.stage if event.way == FORWARD else -self.stage, self.made[at])
-        self.tracer.keep(event, output, inputs, parts)
+        self.tracer.keep(event, output, inputs, parts, scaling)
 
     def marked(self, x: torch.Tensor, tell: Any) -> torch.Tensor:
         """Return a tensor whose gradient `tell` gets."""
@@ -357,6 +375,9 @@ class _Call:
         """Features of outputs of the modules inside."""
         self.expected: list[torch.Tensor] = []
         """Features of the output by the weights, of a linear layer or an embedding."""
+        self.scales = any(True for _ in module.children())
+        self.products: torch.Tensor | None = None
+        """Products of outputs and their gradients, by token [t]."""
 
     def given(self, x: Any, side: str, complete: bool) -> Any:
         """See an input; return the tensor to use in its place."""
@@ -368,7 +389,8 @@ class _Call:
             if not self.inputs:
                 self.expected = self._by_weights(x)
             self.inputs.append(self.chunk.tracer.see(x))
-        return self.chunk.marked(x, partial(self._backward, side)) if complete else x
+        kept = x.detach() if self.scales and x.is_floating_point() else None
+        return self.chunk.marked(x, partial(self._backward, side, kept)) if complete else x
 
     def returned(self, x: Any, side: str) -> Any:
         """See an output; return the tensor to use in its place."""
@@ -378,23 +400,40 @@ class _Call:
             return x
         if self.counts:
             self._made(Event(self.key, FORWARD, self.number, side), x, self.inputs, self.expected)
-        return self.chunk.marked(x, self._arrived)
+        kept = x.detach() if self.scales or hasattr(self.module, "gating") else None
+        return self.chunk.marked(x, partial(self._arrived, kept))
 
-    def _arrived(self, gradient: torch.Tensor) -> None:
+    def _arrived(self, output: torch.Tensor | None, gradient: torch.Tensor) -> None:
         self.gradients.append(self.chunk.tracer.see(gradient))
         self.expected = self._by_weights(gradient, backward=True)
+        if output is None:
+            return
+        if self.scales:
+            self.products = _products(output, gradient)
+        elif self.expected:
+            # The gradient of a router's logits, if the probabilities that are not 0 are a softmax.
+            within = output * (gradient - (output * gradient).sum(-1, keepdim=True))
+            self.expected += self._by_weights(within, backward=True)
 
-    def _backward(self, side: str, gradient: torch.Tensor) -> None:
+    def _backward(self, side: str, given: torch.Tensor | None, gradient: torch.Tensor) -> None:
         event = Event(self.key, BACKWARD, self.number, side)
-        self._made(event, gradient, self.gradients, self.expected)
+        scaling = None
+        if given is not None and self.products is not None:
+            scaling = _related(_products(given, gradient), self.products)
+        self._made(event, gradient, self.gradients, self.expected, scaling)
 
     def _made(
-        self, event: Event, x: torch.Tensor, inputs: list[Seen], expected: list[torch.Tensor]
+        self,
+        event: Event,
+        x: torch.Tensor,
+        inputs: list[Seen],
+        expected: list[torch.Tensor],
+        scaling: torch.Tensor | None = None,
     ) -> None:
         output = self.chunk.tracer.see(x)
         given = [seen.features for seen in inputs if seen.features is not None]
         parts = [*given, *self.inside[event.way][-MOST_PARTS:]][-MOST_PARTS:]
-        self.chunk.made_event(event, output, inputs, expected or parts)
+        self.chunk.made_event(event, output, inputs, expected or parts, scaling)
         if self.above is not None and output.features is not None:
             self.above.inside[event.way].append(output.features)
 
@@ -419,6 +458,22 @@ class _Call:
         across = weight if backward else weight.t()
         directions = self.chunk.tracer.directions(across.shape[1], weight.device)
         return [torch.nan_to_num(own.reshape(_tokens(own), -1)) @ (across @ directions)]
+
+
+def _products(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the product of each token with its gradient, fp32 [t]."""
+    both = x.float() * gradient.detach().float()
+    return torch.nan_to_num(both).reshape(_tokens(x), -1).sum(-1)
+
+
+def _related(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+    """Return the cosine of products of the same tokens, and the size of `other` over that of `own`;
+    None: they are of different tokens.
+    """
+    if own.shape != other.shape:
+        return None
+    cosine = torch.nn.functional.cosine_similarity(own, other, 0)
+    return torch.stack([cosine, _rms(other) / _rms(own)])
 
 
 def _tokens(x: torch.Tensor) -> int:
