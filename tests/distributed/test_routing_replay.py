@@ -182,7 +182,7 @@ def sent(run: RunConfig, lists: bool, fault: str = "") -> tuple[set[tuple[int, i
     with joined(run) as world:
         context = assemble(run, world, splits_of(run))
         layers = layers_of(context.state.chunks)
-        assert layers.count == LAYERS
+        assert layers.number == LAYERS
         keep_identity(context.state.chunks)
         seen: set[tuple[int, int, int]] = set()
         watch(context.state.chunks, seen)

@@ -99,7 +99,8 @@ def discount(run: RunConfig) -> Iterator[Finding]:
         example=f"{GRPO} rollout.engine=openai",
     ),
     reads=(
-        f"rollout.engine rollout.url rollout.weights_folder {NAME} checkpoint.init_from peft.kind"
+        f"rollout.engine rollout.url rollout.weights_folder {NAME} objective.on_policy"
+        " checkpoint.init_from peft.kind"
     ),
 )
 def served_rollouts(run: RunConfig) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ class Place(NamedTuple):
 class Layers(NamedTuple):
     """The layers of experts of a model."""
 
-    count: int
+    number: int
     """Their number on all pipeline stages."""
     own: tuple[int, ...]
     """Numbers of this rank's layers among them, in the order of its chunks."""

@@ -75,7 +75,7 @@ class LocalEngine:
         parts = self.run.parallel.sequence_parallel or coords["tp"] == 0
         first = parts and coords["cp"] == 0 and not (grouped and coords["dp"])
         given = own if first else {}
-        shape = self.layers.count, self.topk
+        shape = self.layers.number, self.topk
         return whole_routes(given, tokens, self.layers.own, shape, self.world.torch_device)
 
     def _recorded(self, stack: ExitStack) -> None:

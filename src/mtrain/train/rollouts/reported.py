@@ -53,7 +53,7 @@ class Expected:
         data = base64.b64decode(reported, validate=True)
         held = len(self.layers)
         if data.startswith(b"\x93NUMPY"):
-            found = np.load(io.BytesIO(data), allow_pickle=False)
+            found = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
         else:
             flat = np.frombuffer(data, "<i4")
             layers = len(flat) // max(1, tokens * self.topk)

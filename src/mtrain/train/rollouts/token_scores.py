@@ -1,4 +1,4 @@
-"""What the models of a run say of the tokens of all answers: values, and the divergence from the
+"""Numbers that models compute for the tokens of all answers: values, and the divergence from the
 reference.
 
 Every rank has all answers and their rewards. Numbers that models compute for the tokens of
