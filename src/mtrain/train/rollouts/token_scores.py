@@ -1,5 +1,5 @@
-"""Numbers that models compute for the tokens of all answers: values, and the divergence from the
-reference.
+"""Numbers that the models of a run give the tokens of all answers: values, and the divergence from
+the reference.
 
 Every rank has all answers and their rewards. Numbers that models compute for the tokens of
 data-parallel, context-parallel and pipeline ranks are brought together, so that advantages are a
