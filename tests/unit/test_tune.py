@@ -421,6 +421,13 @@ def test_tune_family_without_operations_is_plainest(
     assert no_time(said) == "not known: the family gpt does not say what its layers compute"
 
 
+@pytest.mark.parametrize("model", ["bert_large", "t5_base"])
+def test_tune_adapters_of_an_encoder_are_a_problem(model: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load([f"model={model}", "cluster=h100x8", "peft=lora"], LAPTOP, {}, to_run=False)
+    assert "MT248" in {problem.code for problem in error.value.problems}
+
+
 def test_tune_batch_keeps_own_reason() -> None:
     words = [
         "model=llama32_1b",

@@ -82,6 +82,8 @@ def search(
 def described(run: RunConfig) -> bool:
     """Return whether the model's family describes its computations and weights."""
     family = family_of(run.model)
+    if run.peft.kind is not None and family.adapted is None:
+        return False
     return family.stage is not None and family.weights is not None
 
 
