@@ -1,7 +1,4 @@
-"""Muon (Jordan et al.
-
-2024): momentum whose matrices are orthogonalised; AdamW for everything else.
-"""
+"""Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised; AdamW for everything else."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,9 +20,8 @@ from mtrain.config.schema.optimizer import (
 
 
 class MuonConfig(Section):
-    """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al.
-
-    2024); the rest is updated by adamw.
+    """`optim.muon`: momentum whose matrices are orthogonalised (Jordan et al. 2024); the rest is
+    updated by adamw.
     """
 
     core_prefix = "muon_"

@@ -1,7 +1,4 @@
-"""SOAP (Vyas et al.
-
-2024): Adam in the eigenbasis of Shampoo's factors; AdamW for everything else.
-"""
+"""SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's factors; AdamW for everything else."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,9 +11,8 @@ from mtrain.config.schema.optimizer import Optimizer, ParamGroup, Rotated, Run, 
 
 
 class SoapConfig(Section):
-    """`optim.soap`: Adam in the eigenbasis of Shampoo's factors (Vyas et al.
-
-    2024, arXiv 2409.11321) for matrices between layers; the rest is updated by adamw.
+    """`optim.soap`: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv
+    2409.11321) for matrices between layers; the rest is updated by adamw.
     """
 
     core_prefix = "soap_"

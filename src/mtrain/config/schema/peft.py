@@ -18,10 +18,9 @@ class PeftConfig(Section):
     """
 
     kind: Annotated[Literal["lora", "dora"] | None, Key(effect=Effect.ARCHITECTURE)] = None
-    """lora: W + (alpha / r) B A (Hu et al.
-
-    2021, arXiv:2106.09685); dora: the same with a magnitude of each row that is trained too (Liu et
-    al. 2024, arXiv:2402.09353); null: every weight of the model is trained.
+    """lora: W + (alpha / r) B A (Hu et al. 2021, arXiv:2106.09685); dora: the same with a magnitude
+    of each row that is trained too (Liu et al. 2024, arXiv:2402.09353); null: every weight of the
+    model is trained.
     """
     r: Annotated[
         Width | None, Key(when="peft.kind", null=16, effect=Effect.ARCHITECTURE, aka="lora_rank")

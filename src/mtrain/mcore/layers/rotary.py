@@ -86,7 +86,6 @@ def _yarn(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor
 
 def _longrope(model: ModelConfig, scaling: RopeScalingConfig, length: int) -> Tensor:
     """Return a factor of each frequency, others in long sequences than in short ones (Ding et al.
-
     2024).
     """
     assert scaling.original_max_position_embeddings is not None
