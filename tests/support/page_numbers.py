@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from html.parser import HTMLParser
 from itertools import accumulate
 from pathlib import Path
@@ -175,7 +176,7 @@ def _several(body: Element, first: Folder) -> Iterator[Shown]:
             for row in part.all("tr"):
                 cells = [cell.text for cell in row.all("td", "th")]
                 two = tuple(pair)
-                yield Shown("keys", "\n".join(cells), lambda t, p=two: _is_difference(t, p, runs))
+                yield Shown("keys", "\n".join(cells), partial(_is_difference, pair=two, runs=runs))
 
 
 def _is_difference(text: str, pair: Sequence[Folder], runs: dict[str, Folder]) -> bool:
@@ -241,6 +242,14 @@ def _is_layout(folder: Folder, text: str) -> bool:
     return agrees(text, [folder.layout, devices, "dp 0"])
 
 
+def _is_heading(text: str, title: str, folder: Folder) -> bool:
+    return text == title and text in _names(folder)
+
+
+def _is_place(text: str, wanted: set[str]) -> bool:
+    return set(text.replace(": ", ", ").split(", ")) == wanted
+
+
 def _pictures(part: Element, folder: Folder) -> Iterator[Shown]:
     """Yield the texts of the pictures of a part, and of the legends."""
     title = ""
@@ -248,7 +257,7 @@ def _pictures(part: Element, folder: Folder) -> Iterator[Shown]:
     for element in part.all("h2", "div", "svg"):
         if element.tag == "h2":
             title = element.text
-            yield Shown("heading", title, lambda t, title=title: title == t and t in _names(folder))
+            yield Shown("heading", title, partial(_is_heading, title=title, folder=folder))
         elif element.facts.get("class") == "key":
             names = [span.text for span in element.all("span")]
         elif element.tag == "svg":
@@ -302,7 +311,7 @@ def _chart(svg: Element, curves: Sequence[Mapping[Any, float]], folder: Folder) 
         # The words of a vertical mark begin 4 below its line.
         axis, at = ("x", x) if y == below else ("y", y - 4)
         fit = fits[axis]
-        yield Shown(f"mark of {axis}", text, lambda t, fit=fit, at=at: fit.has(t, at))
+        yield Shown(f"mark of {axis}", text, partial(fit.has, at=at))
     texts = {f"step {at}, {kind}: {text}" for at, kind, text in folder.marks}
     for title in _titles(svg):
         yield Shown("flag", title, {short_of(text) for text in texts}.__contains__)
@@ -359,19 +368,19 @@ def _heat(svg: Element, names: list[str], rows: dict[str, dict[int, float]]) -> 
     low, high = min(values), max(values)
     for number, name in enumerate(names):
         edge = low * (high / low) ** (number / 8)
-        yield Shown(f"shade {edge}", name, lambda t, edge=edge: agrees(t, [edge]))
+        yield Shown(f"shade {edge}", name, partial(agrees, expected=[edge]))
     *labels, first, last = [text for _, _, text in _labels(svg)]
     assert len(labels) == len(rows)
     for label, name in zip(labels, rows, strict=True):
         whole = name.removesuffix(".weight")
-        yield Shown(name, label, lambda t, whole=whole: whole.endswith(t))
+        yield Shown(name, label, whole.endswith)
     yield from _exactly("steps", [first, last], [f"step {steps[0]}", f"step {steps[-1]}"])
 
 
 def _goodput(svg: Element, _: list[str], folder: Folder) -> Iterator[Shown]:
     spent = [seconds for seconds in folder.life.seconds.values() if seconds]
     for title, seconds in zip(_titles(svg), spent, strict=True):
-        yield Shown("goodput", title, lambda t, seconds=seconds: agrees(t, [seconds]))
+        yield Shown("goodput", title, partial(agrees, expected=[seconds]))
 
 
 def _by_rank(svg: Element, _: list[str], folder: Folder) -> Iterator[Shown]:
@@ -424,7 +433,7 @@ def _machines(svg: Element, names: list[str], folder: Folder) -> Iterator[Shown]
         several = {axis for axis, size in (sizes | experts).items() if size > 1}
         own = {f"{axis} {place}" for axis, place in places.items() if axis in several}
         wanted = {f"rank {rank}", *own}
-        yield Shown("rank", title, lambda t, w=wanted: set(t.replace(": ", ", ").split(", ")) == w)
+        yield Shown("rank", title, partial(_is_place, wanted=wanted))
     assert len(titles) == run.ranks
 
 

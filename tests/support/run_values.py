@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +46,7 @@ class Folder:
         self.evaluations = {line["step"]: line for line in self.lines if "valid_loss" in line}
         self.events = list(events(home))
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
 
     def json(self, name: str) -> Any:
@@ -205,7 +206,9 @@ class Folder:
         return [life.wall_s if how == "sum" else life.seconds[key]]
 
     def _events(self, key: str, how: str) -> Values:
-        slow = max(self.of_kind("straggler"), key=lambda e: e["own_s"] / e["usual_s"], default={})
+        slow: Mapping[str, Any] = max(
+            self.of_kind("straggler"), key=lambda e: e["own_s"] / e["usual_s"], default={}
+        )
         if how == "slowest":
             return [slow["rank"], slow["machine"], slow["step"], slow["own_s"], slow["usual_s"]]
         if how == "excess":
@@ -272,7 +275,7 @@ class Folder:
     def _plan(self, key: str, how: str) -> Values:
         # Without the file, the page plans the run anew.
         found = self._has("plan.json")
-        value = self.json("plan.json") if found else {"planned": planned(self.config)}
+        value: Any = self.json("plan.json") if found else {"planned": planned(self.config)}
         *way, last = key.split(".")
         for name in way:
             value = value[name]

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised; AdamW for everything else."""
+"""Muon (Jordan et al. 2024): momentum whose matrices are orthogonalised; AdamW for the rest."""
 
 from collections.abc import Mapping
 from functools import partial

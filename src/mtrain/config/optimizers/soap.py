@@ -1,4 +1,4 @@
-"""SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's factors; AdamW for everything else."""
+"""SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's factors; AdamW for the rest."""
 
 from typing import Annotated, Any, Literal
 

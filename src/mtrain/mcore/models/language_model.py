@@ -81,8 +81,7 @@ class OutputLayer(ColumnLinear):
         impl: str = "reference",
     ) -> Any:
         """Return logits as megatron-core makes them; with `labels` and `token_weights` [b, s], the
-        sum of weighted losses, or `per_token` what `_token_losses` returns; with a `lesson`, the
-        sums of `distillation.distil`.
+        sum of weighted losses, `per_token` losses, or with a `lesson` those of `distil`.
 
         `input_` is [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism. Ids from
         `vocab_size` on have no part in the losses. With `auxiliary` outputs the result is that of
