@@ -31,7 +31,8 @@ from mtrain.plan.count import (
     state_bytes,
 )
 from mtrain.plan.fits import cheapest, over
-from mtrain.plan.rank import PARTS, StageMemory, most_in_flight, stage_memories, turns
+from mtrain.plan.order import most_in_flight, turns
+from mtrain.plan.rank import PARTS, StageMemory, stage_memories
 from mtrain.plan.report import report
 from mtrain.plan.time.step import step_work
 from mtrain.units import GIB

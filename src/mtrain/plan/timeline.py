@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtrain.plan.rank import StageMemory, turns
+from mtrain.plan.order import turns
+from mtrain.plan.rank import StageMemory
 
 # A backward multiplies with inputs and with weights, a forward only with weights.
 BACKWARD = 2.0

@@ -28,11 +28,11 @@ from mtrain.models.liveness import backwards
 from mtrain.models.rank import Rank
 from mtrain.models.registry import family_of
 from mtrain.plan.count import frozen_copy_bytes
+from mtrain.plan.order import most_in_flight
 from mtrain.plan.rank import (
     RESERVE,
     communication_bytes,
     context_bytes,
-    most_in_flight,
     quantized_bytes,
 )
 from mtrain.plan.states import main_weight_bytes, stage_weights

@@ -22,7 +22,8 @@ from mtrain.mcore.adapter.fake_patches import fake_patches
 from mtrain.mcore.layers import linear
 from mtrain.mcore.state.fsdp import flat_buffers
 from mtrain.mcore.state.optimizer_state import inner_optimizers, offloading, state_shards
-from mtrain.plan.rank import most_in_flight, stage_memories
+from mtrain.plan.order import most_in_flight
+from mtrain.plan.rank import stage_memories
 from mtrain.plan.shrink import portable
 from mtrain.train.assemble import assemble, splits_of
 from mtrain.train.loop import step as steps
