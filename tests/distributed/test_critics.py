@@ -1,5 +1,4 @@
-"""A policy and its critic: one global batch of recorded answers in any split, resumes, and a run
-that learns.
+"""A policy and its critic: one global batch of recorded answers in any split, resumes, and bytes.
 
 Policy and reference differ, or the divergence in the reward would be 0 in any split.
 """
