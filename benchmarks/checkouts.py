@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     parser.add_argument("overrides", nargs="*", help="keys of the configuration")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     words = [*DEFAULTS, *options.overrides]
     places = {"other": options.other.resolve(), "this": HERE}
     found: dict[str, dict[str, list[float]]] = {name: {} for name in places}
