@@ -76,8 +76,8 @@ PARTS = (
 # Part of the memory -> the origin of its number.
 HOW = {
     "weights": (
-        "counted: every tensor, with the padding of megatron-core's buffers, and a frozen"
-        " reference, teacher, critic or model of rewards"
+        "counted: every tensor, with padding of buffers, and those of a reference, teacher, critic"
+        " or model of rewards"
     ),
     "gradients": "counted: as the weights",
     "optimizer": "counted: main weights and moments of the part of a rank",
