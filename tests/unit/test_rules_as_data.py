@@ -218,6 +218,10 @@ def configurations(tmp_path_factory: pytest.TempPathFactory) -> list[RunConfig]:
     out += _applied({**PAIRS, "data.kind": "preference", "data.path": "pairs.jsonl"})
     out += _applied({**PAIRS, "data.packed": True, "objective.reference": "precomputed"})
     out += _applied({**PAIRS, "objective.loss_weights": (1.0, 2.0)})
+    own = {"objective.name": "distil", "objective.teacher": "drawn", "objective.on_policy": True}
+    out += _applied({**own, "data.packed": True})
+    replayed = {"model.moe": plain.MOE, "rollout.replay_routes": True}
+    out += _applied({"objective.name": "grpo", **replayed, "rollout.environment": "calculator"})
     recomputed = {"granularity": "selective", "modules": ["core_attn"]}
     captured = {"trainer.cuda_graph_impl": "transformer_engine", "model.moe": plain.MOE}
     out += _applied({**captured, "parallel.recompute": recomputed})

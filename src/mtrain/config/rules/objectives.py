@@ -260,7 +260,7 @@ def teacher_is_named(run: RunConfig) -> Iterator[Finding]:
     reads=(
         f"{NAME} model.mtp_num_layers trainer.z_loss_coeff log.token_accuracy"
         " trainer.cuda_graph_impl parallel.fsdp parallel.hybrid_context_parallel"
-        " objective.on_policy objective.teacher_file trainer.loss_average data.packed"
+        " objective.on_policy objective.teacher_file trainer.loss_average data.packed data.kind"
     ),
 )
 def distillation_terms(run: RunConfig) -> Iterator[Finding]:

@@ -15,6 +15,8 @@ from mtrain.config.schema.rollout import MODEL
 from mtrain.config.schema.run import RunConfig
 
 NAME = "objective.name"
+ROLLS = f"{NAME} objective.on_policy"
+"""Keys that decide whether a run samples answers."""
 GROUP = "objective.group_size"
 BATCH = "trainer.global_batch_size"
 KL = "objective.kl_in_reward"
@@ -99,8 +101,7 @@ def discount(run: RunConfig) -> Iterator[Finding]:
         example=f"{GRPO} rollout.engine=openai",
     ),
     reads=(
-        f"rollout.engine rollout.url rollout.weights_folder {NAME} objective.on_policy"
-        " checkpoint.init_from peft.kind"
+        f"rollout.engine rollout.url rollout.weights_folder {ROLLS} checkpoint.init_from peft.kind"
     ),
 )
 def served_rollouts(run: RunConfig) -> Iterator[Finding]:
@@ -127,7 +128,7 @@ def served_rollouts(run: RunConfig) -> Iterator[Finding]:
         help="Use top_k with rollout=local, or no limits.",
         example=f"{GRPO} rollout.top_p=0.9",
     ),
-    reads=f"{NAME} rollout.engine rollout.top_k rollout.top_p rollout.min_p",
+    reads=f"{ROLLS} rollout.engine rollout.top_k rollout.top_p rollout.min_p",
 )
 def limited_draws(run: RunConfig) -> Iterator[Finding]:
     """Cannot leave out unlikely tokens because the trainer would not know which ones."""
@@ -156,7 +157,7 @@ def limited_draws(run: RunConfig) -> Iterator[Finding]:
         help="Use objective.max_staleness=0, or a server with rollout.updates=1.",
         example=f"{GRPO} {STALENESS}=1",
     ),
-    reads=f"{STALENESS} {NAME} rollout.engine rollout.updates rollout.environment",
+    reads=f"{STALENESS} {ROLLS} rollout.engine rollout.updates rollout.environment",
 )
 def stale_rollouts(run: RunConfig) -> Iterator[Finding]:
     """Cannot sample answers while a step trains because this run samples them between steps."""
@@ -198,7 +199,7 @@ def replayed_routes(run: RunConfig) -> Iterator[Finding]:
 
 @rule(
     Code("MT349", example=f"{GRPO} rollout.updates=4 resilience.rerun=on_anomaly"),
-    reads=f"rollout.updates {NAME} resilience.rerun",
+    reads=f"rollout.updates {ROLLS} resilience.rerun",
 )
 def repeated_updates(run: RunConfig) -> Iterator[Finding]:
     """Cannot repeat a step on other ranks because its ratios are to weights that are gone."""
@@ -257,7 +258,7 @@ def known_rewards(run: RunConfig) -> Iterator[Finding]:
         help="Use a shipped or installed one, such as rollout.environment=calculator.",
         example=f"{GRPO} rollout.environment=nowhere",
     ),
-    reads=f"{NAME} rollout.environment",
+    reads=f"{ROLLS} rollout.environment",
     disk=True,
 )
 def known_environment(run: RunConfig) -> Iterator[Finding]:
