@@ -439,7 +439,13 @@ def test_answers_stop_between_steps_and_save(tmp_path: Path) -> None:
     assert (end.error, end.steps, end.lines) == ("Preempted", ["step_00000002"], 2)
 
 
-def counting_runs(home: Path) -> tuple[RunConfig, RunConfig]:
+LEARNERS: dict[str, dict[str, Any]] = {
+    "grpo": {"group_size": 16, "scale_rewards": "group"},
+    "ppo": {"group_size": 4, "critic_lr": 3e-3, "gae_lambda": 1.0},
+}
+
+
+def counting_runs(home: Path, name: str = "grpo") -> tuple[RunConfig, RunConfig]:
     """Return a run that learns the form of an answer, a digit and the end, from chats with random
     digits, and one that learns the number of letters, only from rewards.
     """
@@ -448,7 +454,8 @@ def counting_runs(home: Path) -> tuple[RunConfig, RunConfig]:
         steps=600,
         micro=96,
         letters=3,
-        keys={"group_size": 16, "scale_rewards": "group"},
+        name=name,
+        keys=LEARNERS[name],
         trainer={"global_batch_size": 192},
         optim={"lr": 1e-3, "warmup_iters": 5, "schedule": "constant"},
     )
@@ -503,7 +510,9 @@ def rewarded(run: RunConfig, path: Path) -> list[dict[str, float]]:
         ckpt_state.load_weights(ckpt_state.opened(path, run, world), context.state)
         while len(found) < 600 and mean_reward(found[-5:]) <= 0.92:
             result = train_step(context, stop_requested=False)
-            found.append(context.measures[0](context, result))
+            found.append({})
+            for measure in context.measures:
+                found[-1] |= measure(context, result)
         context.close()
     return found
 
@@ -514,12 +523,13 @@ def mean_reward(steps: list[dict[str, float]]) -> float:
 
 
 @pytest.mark.full
-def test_answers_count_is_learned_from_rewards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LEARNERS)
+def test_answers_count_is_learned_from_rewards(name: str, tmp_path: Path) -> None:
     """Raise the mean reward from below 0.2 to above 0.9: first the form of an answer, then the
     number of letters.
     """
     import_engine()
-    form, run = counting_runs(tmp_path)
+    form, run = counting_runs(tmp_path, name)
     (path,) = run_ranks(1, formed, form, tmp_path)
     (steps,) = run_ranks(1, rewarded, run, path, timeout_s=600)
     assert mean_reward(steps[:5]) < 0.2

@@ -319,7 +319,7 @@ def alone(name: str) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.full
 @pytest.mark.parametrize("case", [way for way in WAYS if way != "single, maps"])
 def test_replay_split_keeps_loss_and_gradient(case: str, tmp_path: Path) -> None:
-    """Give the loss and gradient of one rank with maps; the largest relative errors are 5e-7."""
+    """Give the loss and gradient of one rank, whose routers have maps."""
     name, way = case.rsplit(", ", 1)
     same = name if "moe" in CASES[name] else "single"
     loss, whole = alone(same)
