@@ -114,9 +114,10 @@ UNSEEN = {
         " rollout.max_tokens objective.group_size objective.scale_rewards objective.clip_ratio_low"
         " rollout.top_k rollout.top_p rollout.min_p objective.max_staleness"
         " objective.clip_ratio_high objective.importance_cap objective.kl_in_reward"
-        " objective.gae_lambda"
-    ): "they act on answers that were sampled, which synthetic ones are not: test_answers and"
-    " test_critics",
+        " objective.gae_lambda rollout.replay_routes rollout.environment rollout.max_turns"
+        " rollout.reward_model"
+    ): "they act on answers that were sampled, which synthetic ones are not: test_answers,"
+    " test_critics, test_routing_replay, test_answers_of_turns and test_reward_model",
     "peft.target peft.init_from checkpoint.init_from": "names of what the test does not have",
     "model.qk_layernorm_across_heads model.mtp_detach_heads model.mtp_use_repeated_layer": (
         "needs others"
