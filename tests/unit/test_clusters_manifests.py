@@ -44,7 +44,7 @@ printf '%s\\0' "$@" > "$HERE/${0##*/}"
 printf '%s' "${MTRAIN_MACHINE:-} of ${MTRAIN_MACHINES:-} ${RANK:-none}" > "$HERE/place"
 trap 'exit 75' TERM
 touch "$HERE/trapped"
-if [ -n "${WAITS:-}" ]; then for i in $(seq 200); do sleep 0.05; done; fi
+if [ -n "${WAITS:-}" ]; then for ((i = 0; i < 200; i++)); do sleep 0.05; done; fi
 exit "${ENDS:-0}"
 """
 
